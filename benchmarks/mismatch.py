@@ -86,6 +86,7 @@ def train(policy: Any, sampler: str, way: str, seed: int, folder: Path) -> dict[
         tokenizer=policy.tokenizer,
         problems=[{"prompt": f"{text}=", "answer": text[::-1]} for text in numbers],
         reward=exact_reversal,
+        progress=False,
         **{
             "algorithm": "gspo",
             "training.seed": seed,

@@ -43,7 +43,7 @@ def count_calls(source: Path, steps: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         sys.argv = ["legato", "train", str(ROOT / "recipes" / "tiny.toml"), f"training.steps={steps}"]
-        sys.argv += [f"output.directory={folder}", "training.warm_up_updates=0"]
+        sys.argv += [f"output.directory={folder}", "training.warm_up_updates=0", "output.rollouts_every_steps=0"]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
             threading.setprofile(record_call)
             sys.setprofile(record_call)

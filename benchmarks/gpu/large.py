@@ -60,7 +60,7 @@ def measure(repeats: int) -> Iterator[dict[str, Any]]:
     results: dict[str, Any] = {"load_and_check_seconds": time.perf_counter() - start, "packing": policy.packing}
     for name, reserved in {
         "sampling only": 0,
-        "before full training": training_bytes(policy.parameters().values(), eight_bit=False, offload=False),
+        "before full training": training_bytes(policy.parameters(), eight_bit=False, offload=False),
     }.items():
         engine = local_engine(policy, PROMPTS * SAMPLES, training_bytes=reserved)
         new = 64 if reserved else NEW

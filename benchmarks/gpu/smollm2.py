@@ -110,6 +110,7 @@ def run(folder: str, lr: float, steps: int, seed: int = 0) -> dict[str, Any]:
 def experiment_page(result: dict[str, Any]) -> str:
     """The text of docs/experiments/smollm2.md."""
     perplexity = [s["equivalence/perplexity_old"] for s in result["steps"] if s["equivalence/perplexity_old"] is not None]
+    silent = sum(not step["gradient/norm"] for step in result["steps"])
     lines = [
         "# SmolLM2-135M learns to add",
         "",
@@ -117,8 +118,9 @@ def experiment_page(result: dict[str, Any]) -> str:
         "",
         f"{result['model']}; {result['algorithm']} at its published settings, lr {result['lr']:g},"
         f" {result['prompts_per_step']} prompts x {result['samples_per_prompt']} samples a step,"
-        f" {result['updates']} gradient steps in {result['seconds']:.0f} s on one {result['device']}"
-        f" (torch {result['torch']}), evaluations included; one seed.",
+        f" {len(result['steps'])} steps of {result['updates'] // len(result['steps'])} updates in"
+        f" {result['seconds']:.0f} s on one {result['device']} (torch {result['torch']}), evaluations included; one seed."
+        f" In {silent} of the steps the gradient was 0, because all responses of each group scored alike.",
         'The task: "What is 37 + 5?" with a first operand of one or two digits and a second of one digit. The last number',
         "of the reply counts.",
         "Accuracy on 240 held-out problems with 95 % intervals:",

@@ -68,8 +68,15 @@ def score_workload(policy: Any, workload: Work) -> Logprobs:
     return result
 
 
-def fixed_trainer(policy: Any, workload: Work, logprobs: Logprobs, *, lr: float = work.LEARNING_RATE) -> Trainer:
-    """Our trainer on fixed responses and a table of rewards."""
+def fixed_trainer(
+    policy: Any,
+    workload: Work,
+    logprobs: Logprobs,
+    *,
+    lr: float = work.LEARNING_RATE,
+    optimizer: OptimizerSettings | None = None,
+) -> Trainer:
+    """Our trainer on fixed responses and a table of rewards; `optimizer`: other settings than the defaults with `lr`."""
     from legato.algorithms import sequence_family  # noqa: F401  (registers gspo)
     from legato.algorithms.catalogue import entry
 
@@ -90,7 +97,7 @@ def fixed_trainer(policy: Any, workload: Work, logprobs: Logprobs, *, lr: float 
         policy=policy,
         algorithm=entry("gspo").value,
         source=collector,
-        optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=lr), total_updates=10**6),
+        optimizer=Optimizer(policy.parameters(), optimizer or OptimizerSettings(lr=lr), total_updates=10**6),
         settings=TrainingSettings(
             prompts_per_step=len(workload.prompts), updates_per_step=work.UPDATES, anchor="recompute", probe_every_steps=0
         ),

@@ -86,7 +86,7 @@ def healthy_start(work: Path, seed: int, options: dict[str, Any]) -> Path:
 def train_from_start(run: Path, seed: int, options: dict[str, Any]) -> train.Run:
     """Train a run from its first step."""
     settings = {**OPTIONS, **options, "training.seed": seed, "output.directory": str(run.parent), "output.name": run.name}
-    return raise_if_stopped(train.train(recipe=RECIPE, **settings))
+    return raise_if_stopped(train.train(recipe=RECIPE, progress=False, **settings))
 
 
 def resume_with_fault(run: Path, start: Path, arm: str, steps: int | None) -> train.Run:

@@ -119,7 +119,8 @@ def experiment_page(results: Mapping[str, Any]) -> str:
         "",
         *paragraph(
             "The rules were written and tried on seeds 100 to 103, and changed after earlier rounds. Each change was"
-            " committed before it was run on seeds that nobody had seen. These are all rounds:"
+            " committed before it was run on seeds that nobody had seen. These are all rounds;"
+            " the runs of all but the last were not kept:"
         ),
         "",
         *markdown(("seeds", "rules", "alarm in time", "recovered", "false alarms in 2,500 steps"), ROUNDS),
@@ -133,6 +134,7 @@ def experiment_page(results: Mapping[str, Any]) -> str:
             of.get("recover", []),
             of.get("rollback", []),
             {r["seed"]: reward_before(r, first) for r in of.get("collapse", [])},
+            of.get("healthy", []),
         ),
         *healthy_section(of.get("healthy", [])),
         *early_section(of),
@@ -191,8 +193,10 @@ def collapse_section(runs: Sequence[Run], first: int) -> list[str]:
     ]
 
 
-def recovery_section(runs: Sequence[Run], unchanged: Sequence[Run], usual: Mapping[int, float]) -> list[str]:
-    """The section on recovery. `usual` is the reward before the collapse, by seed.
+def recovery_section(
+    runs: Sequence[Run], unchanged: Sequence[Run], usual: Mapping[int, float], healthy: Sequence[Run] = ()
+) -> list[str]:
+    """The section on recovery. `usual` is the reward before the collapse, by seed; `healthy` are runs without the fault.
 
     It comes from other runs, because a run that was rolled back stores other steps there.
     """
@@ -220,6 +224,7 @@ def recovery_section(runs: Sequence[Run], unchanged: Sequence[Run], usual: Mappi
             f" **{sum(has_recovered(run, usual[run['seed']]) for run in runs)} of {len(runs)}** fresh seeds"
             " (wanted: 8 of 10). The learning rate is"
             f" still raised fivefold after the healthy steps; each recovery halves it."
+            f"{_beside_healthy(runs, healthy)}"
         ),
         "",
         *markdown(("seed", "reward before", "recoveries: from step to step", "reward, last 20 steps", "exit code"), rows),
@@ -234,6 +239,16 @@ def recovery_section(runs: Sequence[Run], unchanged: Sequence[Run], usual: Mappi
             ),
         ]
     return lines
+
+
+def _beside_healthy(runs: Sequence[Run], healthy: Sequence[Run]) -> str:
+    """A sentence on how recovered runs ended beside runs of the same seeds without the fault."""
+    twins = {twin["seed"]: twin for twin in healthy}
+    pairs = [(run, twins[run["seed"]]) for run in runs if run["seed"] in twins]
+    below = sum(
+        reward_at_end(run) < reward_at_end({"rewards": twin["rewards"][: len(run["rewards"])]}) for run, twin in pairs
+    )
+    return f" {below} of {len(pairs)} ended below the run of the same seed without the fault." if pairs else ""
 
 
 def healthy_section(runs: Sequence[Run]) -> list[str]:

@@ -75,7 +75,7 @@ def step_section(results: dict[str, Any]) -> str:
         f" {versions['transformers']}, {results['dtype']}, no gradient checkpointing).",
         f"A step is {results['prompts']} prompts x {results['samples']} responses of exactly {results['tokens']} tokens,"
         f" then {results['updates']} updates; the same weights, prompts, learning rate,",
-        "clip and a fixed 0/1 table of rewards. Medians over the measured steps of all repeats, after one step of warm-up.",
+        "clip and a fixed 0/1 table of rewards. Medians over the measured steps, after one step of warm-up.",
         "Targets: half of TRL's time if every response counts, and no more memory than TRL.",
         "",
         *table(results),

@@ -2,27 +2,32 @@
 
     python -m benchmarks.trust --minutes 30 --seed 1                    all parts, the time divided among them
     python -m benchmarks.trust --minutes 5 --parts torn-saves signals
+    python -m benchmarks.trust --parts soak --soak-minutes 60
 
 Results of parts that did not run this time are kept. docs/trust.md is made from the file by `make docs`.
 """
 
 import argparse
+import functools
 import json
 import random
 import shutil
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.trust import crashes, damage, disk, inputs, kills, pages, rewards, signals, soak
+from benchmarks.trust import crashes, damage, disk, inputs, kills, pages, ranks, rewards, signals, soak
 from benchmarks.trust.trial import Part
 
 RESULTS = Path(__file__).parents[1] / "results" / "trust.json"
 PARTS: dict[str, Part] = {
     "kills": kills.killed_at_any_time,
+    "killed-for-memory": kills.killed_for_memory,
     "torn-saves": kills.torn_saves,
+    "killed-ranks": ranks.killed_ranks,
     "crash-states": crashes.crash_states,
     "damaged-checkpoints": damage.damaged_checkpoints,
     "damaged-records": damage.damaged_records,
@@ -44,6 +49,8 @@ def run_part(name: str, *, seed: int, seconds: float, most: int | None = None) -
     """Run the cases of a part until the time is over or `most` have run; at least one runs."""
     source, started = random.Random(f"{name} {seed}"), time.monotonic()
     held, broken = 0, []
+    counts: Counter[str] = Counter()
+    measured: list[dict[str, Any]] = []
     for number, case in enumerate(PARTS[name](source)):
         folder = Path(tempfile.mkdtemp(prefix="trust-"))
         try:
@@ -53,6 +60,8 @@ def run_part(name: str, *, seed: int, seconds: float, most: int | None = None) -
         finally:
             if not (folder / "made").exists():  # the run that later cases copy
                 shutil.rmtree(folder, ignore_errors=True)
+        counts.update(case.counts)
+        measured += [{"case": case.name, **case.measured}] if case.measured else []
         if problem is None:
             held += 1
         else:
@@ -60,7 +69,8 @@ def run_part(name: str, *, seed: int, seconds: float, most: int | None = None) -
             print(f"  broken: {case.name}: {problem[:300]}", flush=True)
         if time.monotonic() - started > seconds or (most is not None and number + 1 >= most):
             break
-    return {"held": held, "broken": broken, "seed": seed, "seconds": round(time.monotonic() - started)}
+    result = {"held": held, "broken": broken, "seed": seed, "seconds": round(time.monotonic() - started)}
+    return result | ({"counts": dict(counts)} if counts else {}) | ({"measured": measured} if measured else {})
 
 
 def main() -> None:
@@ -69,7 +79,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--soak-minutes", type=float, default=1.0, help="how long one soak lasts, whatever --minutes says")
     arguments = parser.parse_args()
+    PARTS["soak"] = functools.partial(soak.soak, minutes=arguments.soak_minutes)
     shares = {name: SHARES.get(name, 1.0) for name in arguments.parts}
     results: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.is_file() else {}
     facts = {"date": time.strftime("%Y-%m-%d"), "commit": _commit()}

@@ -1,12 +1,13 @@
 """`legato` in this process, killed or disturbed at the n-th operation on the disk.
 
-python -m benchmarks.trust.child --kill 17 -- train ...        SIGKILL in the middle of operation 17
 python -m benchmarks.trust.child --full 17 -- train ...        "No space left" for operation 17 and the two after it
 python -m benchmarks.trust.child --count FILE -- train ...     writes how many operations there were
+python -m benchmarks.trust.child --serve                       a command per line of JSON, each in a process of its own
 """
 
 import argparse
 import errno
+import json
 import os
 import signal
 import sys
@@ -60,14 +61,54 @@ def install(disk: Disk) -> None:
     Path.write_text = write  # type: ignore[method-assign]
 
 
+def serve() -> None:
+    """Read commands in JSON, and run each in a fork of this process, which has imported everything.
+
+    A command has `words`, and `kill`: the number of the operation on the disk that kills it, or 0.
+
+    A line with the process id answers a command, and a line with the exit status follows at its end. A process that is
+    killed after a second has then trained for a second, instead of importing torch.
+    """
+    disk = Disk(0, 0)
+    install(disk)  # before the imports, which take the functions by name
+    import torch
+
+    from legato.cli.main import main as run_command
+    from legato.config.kinds import register_all
+    from legato.run import execute, train  # noqa: F401
+
+    torch.set_num_threads(1)
+    register_all()
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            quiet = os.open(os.devnull, os.O_RDWR)
+            for number in (0, 1, 2):
+                os.dup2(quiet, number)
+            command, status = json.loads(line), 1
+            sys.argv = ["legato", *command["words"]]
+            try:
+                disk.kill, disk.count = command["kill"], 0
+                run_command()
+                status = 0
+            except SystemExit as ending:
+                status = ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1
+            finally:
+                os._exit(status)
+        print(child, flush=True)
+        print(os.waitpid(child, 0)[1], flush=True)
+
+
 def main() -> None:
+    if sys.argv[1:] == ["--serve"]:
+        serve()
+        return
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kill", type=int, default=0)
     parser.add_argument("--full", type=int, default=0)
     parser.add_argument("--count", type=Path)
     split = sys.argv.index("--")
     arguments, words = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
-    disk = Disk(arguments.kill, arguments.full)
+    disk = Disk(0, arguments.full)
     install(disk)
     from legato.cli.main import main as run_command
 

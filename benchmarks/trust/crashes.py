@@ -1,6 +1,7 @@
 """Crash states of a save: every prefix of its operations, with and without what was not yet flushed to the disk.
 
-The operations of one save are recorded. A crash after operation n leaves the first n of them; a file whose last write was
+The operations of one save are recorded: of a new checkpoint, and of one whose step already has a checkpoint, as `resume
+--allow-changes` and a recovery write it. A crash after operation n leaves the first n of them; a file whose last write was
 not followed by an fsync may be whole, empty or cut. In every such state the newest sound checkpoint must be found, be one of
 the two that there may be, and hold exactly what was written.
 """
@@ -30,44 +31,52 @@ class Operation:
 def crash_states(source: random.Random) -> Iterator[Case]:
     """Every prefix of the operations of a save, unflushed data kept, cut or lost: the newest sound checkpoint is found.
 
-    It holds exactly what was written. A save has 26 operations, so there are 81 states; cases repeat them.
+    It holds exactly what was written. Saves of a new checkpoint and saves over one of the same step; cases repeat.
     """
     while True:
-        order = list(range(400))
+        order = [(number, again) for number in range(200) for again in (False, True)]
         source.shuffle(order)
-        for number in order:
-            loss = source.choice(["kept", "empty", "cut"])
+        for number, again in order:
+            loss, counts = source.choice(["kept", "empty", "cut"]), dict[str, int]()
+            kind = "rewrite" if again else "new checkpoint"
             yield Case(
-                name=f"after operation {number}, unflushed data {loss}", check=_checker(number, loss, source.random())
+                name=f"{kind}, after operation {number}, unflushed data {loss}",
+                check=_checker(number, again, loss, source.random(), counts),
+                counts=counts,
             )
 
 
-_RECORDED: list[Operation] = []
+_RECORDED: dict[bool, list[Operation]] = {}
+"""The operations of a save, by whether the step already had a checkpoint."""
 
 
-def _checker(number: int, loss: str, seed: float) -> Callable[[Path], str | None]:
+def _checker(number: int, again: bool, loss: str, seed: float, counts: dict[str, int]) -> Callable[[Path], str | None]:
     def check(folder: Path) -> str | None:
         from legato.training import checkpoint
 
         run = finished_run("plain", folder)
-        if not _RECORDED:
-            _record(run, folder / "recorded")
-        count = number % (len(_RECORDED) + 1)
+        if again not in _RECORDED:
+            _RECORDED[again] = _record(run, folder / "recorded", again)
+        recorded = _RECORDED[again]
+        count = number % (len(recorded) + 1)
+        counts["rewrites" if again else "new checkpoints"] = 1
         place = folder / "state"
-        _start(run, place)
-        _replay(_RECORDED[:count], place, loss, random.Random(seed))
+        _start(run, place, again)
+        _replay(recorded[:count], place, loss, random.Random(seed))
         older, newest = _names(run)
         try:
             checkpoint.put_back(place)
             found, _ = checkpoint.latest(place)
         except Exception as error:
-            return f"after {count} of {len(_RECORDED)} operations: {type(error).__name__}: {error}"
+            return f"after {count} of {len(recorded)} operations: {type(error).__name__}: {error}"
         if found.name not in (older, newest):
             return f"after {count} operations {found.name} was taken"
-        expected = run / "checkpoints" / found.name
-        for path in sorted(expected.rglob("*")):
-            if path.is_file() and (found / path.relative_to(expected)).read_bytes() != path.read_bytes():
-                return f"{found.name} differs from what was written in {path.relative_to(expected)}"
+        if again and found.name != newest:
+            return f"after {count} operations of a rewrite the checkpoint itself is gone"
+        # Before a rewrite the step has the content of the older checkpoint, which is as right until the new one is there.
+        right = [older, newest] if again else [found.name]
+        if not any(_is_equal(found, run / "checkpoints" / name) for name in right):
+            return f"{found.name} differs from what was written"
         return None
 
     return check
@@ -78,22 +87,31 @@ def _names(run: Path) -> tuple[str, str]:
     return older, newest
 
 
-def _start(run: Path, place: Path) -> None:
-    """The checkpoints before the save: the older one alone."""
+def _is_equal(found: Path, expected: Path) -> bool:
+    """Whether a checkpoint holds exactly the files of another."""
+    files = [path.relative_to(expected) for path in expected.rglob("*") if path.is_file()]
+    return all((found / file).is_file() and (found / file).read_bytes() == (expected / file).read_bytes() for file in files)
+
+
+def _start(run: Path, place: Path, again: bool) -> None:
+    """The checkpoints before the save: the older one, and its content once more under the newest name for a rewrite."""
     place.mkdir()
-    shutil.copytree(run / "checkpoints" / _names(run)[0], place / _names(run)[0])
+    older, newest = _names(run)
+    for name in (older, newest) if again else (older,):
+        shutil.copytree(run / "checkpoints" / older, place / name)
 
 
-def _record(run: Path, place: Path) -> None:
-    """Write the newest checkpoint once more with the product's own function, and record its operations."""
+def _record(run: Path, place: Path, again: bool) -> list[Operation]:
+    """Write the newest checkpoint once more with the product's own function; the operations of the save."""
     from legato.training import checkpoint
 
-    _start(run, place)
+    _start(run, place, again)
     _, newest = _names(run)
     written: list[Operation] = []
     with _Recording(place, written):
         checkpoint.write_folder(place / newest, lambda folder: _copy_files(run / "checkpoints" / newest, folder))
-    _RECORDED.extend(written)
+    shutil.rmtree(place)
+    return written
 
 
 def _copy_files(source: Path, folder: Path) -> None:
@@ -126,7 +144,8 @@ class _Recording:
             original = self.originals[name] = getattr(os, name)
 
             def patched(path: Any, *rest: Any, _name: str = name, _original: Any = original, **more: Any) -> Any:
-                inside = None if more.get("dir_fd") is not None else self._inside(path)
+                below = more.get("dir_fd")
+                inside = self._inside(path if below is None else Path(os.readlink(f"/proc/self/fd/{below}"), path))
                 result = _original(path, *rest, **more)
                 if inside is not None:
                     target = self._inside(rest[0]) or "" if _name in ("replace", "rename") else ""

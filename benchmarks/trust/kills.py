@@ -1,85 +1,179 @@
 """Kills at random times and in the middle of disk operations: the resumed run must equal the straight one."""
 
+import atexit
+import json
+import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.trust.trial import KINDS, Case, digest, environment, legato_here, straight, train_words, unequal
+from benchmarks.trust import memory
+from benchmarks.trust.trial import KINDS, REWARD, Case, digest, environment, legato_here, straight, train_words, unequal
 
-SLEEP = "0.01"
+SLEEP = "0.005"
 """Seconds that a reward takes, so that a kill falls into every phase of a step."""
+LONGEST = 4.0
+"""Seconds within which a kill falls; a run that is not killed takes about as long."""
 
 
 def killed_at_any_time(source: random.Random) -> Iterator[Case]:
     """SIGKILL at random times, up to three times in a run: the resumed run equals the straight one to the bit."""
-    while True:
-        kind, times = source.choice(list(KINDS)), [source.uniform(3.0, 9.0) for _ in range(source.randint(1, 3))]
-        yield Case(name=f"{kind}, killed after {', '.join(f'{each:.1f}' for each in times)} s", check=_checker(kind, times))
+    server = Server()
+    for kind in _kinds(source):
+        times = [source.uniform(0.1, LONGEST) for _ in range(source.randint(1, 3))]
+        counts: dict[str, int] = {}
+        name = f"{kind}, killed after {', '.join(f'{each:.1f}' for each in times)} s"
+        yield Case(name=name, check=_checker(server, kind, times, counts), counts=counts)
+
+
+def killed_for_memory(source: random.Random) -> Iterator[Case]:
+    """SIGKILL when the process has allocated more than its limit, as the system kills for memory: the same."""
+    for kind in _kinds(source):
+        counts: dict[str, int] = {}
+        yield Case(
+            name=f"{kind}, killed for memory", check=_out_of_memory(kind, source.randint(1, 5), counts), counts=counts
+        )
 
 
 def torn_saves(source: random.Random) -> Iterator[Case]:
     """SIGKILL in the middle of a random operation on the disk, a file cut in half: the same."""
+    server = Server()
+    for kind in _kinds(source):
+        operation, counts = source.randint(1, 160), dict[str, int]()
+        yield Case(
+            name=f"{kind}, killed at disk operation {operation}", check=_torn(server, kind, operation, counts), counts=counts
+        )
+
+
+def _kinds(source: random.Random) -> Iterator[str]:
+    """All kinds of run in a random order, again and again."""
     while True:
-        kind, operation = source.choice(list(KINDS)), source.randint(1, 160)
-        yield Case(name=f"{kind}, killed at disk operation {operation}", check=_torn(kind, operation))
+        kinds = list(KINDS)
+        source.shuffle(kinds)
+        yield from kinds
 
 
-def _checker(kind: str, times: Sequence[float]):  # type: ignore[no-untyped-def]
+class Server:
+    """A process that forks a run per command (`child.py --serve`), started at the first command."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def run_and_kill(self, words: Sequence[str], *, seconds: float = 300.0, operation: int = 0) -> bool:
+        """Run a command and kill it after `seconds`, or in an operation on the disk; whether it was still running."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.trust.child", "--serve"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=environment(LEGATO_TRUST_SLEEP=SLEEP),
+            )
+            atexit.register(self._process.kill)
+        asked, answers = self._process.stdin, self._process.stdout
+        assert asked is not None and answers is not None
+        asked.write(json.dumps({"words": list(words), "kill": operation}) + "\n")
+        asked.flush()
+        child = int(answers.readline())
+        timer = threading.Timer(seconds, os.kill, (child, signal.SIGKILL))
+        timer.start()
+        status = int(answers.readline())
+        timer.cancel()
+        return os.WIFSIGNALED(status)
+
+
+def _checker(server: Server, kind: str, times: Sequence[float], counts: dict[str, int]) -> Callable[[Path], str | None]:
     def check(folder: Path) -> str | None:
         expected = straight(kind, folder)
         words = train_words(folder, KINDS[kind])
         for seconds in times:
-            _run_and_kill(words, seconds)
+            if server.run_and_kill(words, seconds=seconds):
+                counts[kind] = counts.get(kind, 0) + 1
+            if is_complete(folder):
+                break
             words = next_words(folder, kind)
         return finish(folder, kind, expected)
 
     return check
 
 
-def _run_and_kill(words: Sequence[str], seconds: float) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "legato.cli.main", *words],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment(LEGATO_TRUST_SLEEP=SLEEP),
-    )
-    deadline = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    if process.poll() is None:
-        process.send_signal(signal.SIGKILL)
-    process.wait()
+HUNGRY = """
+
+_calls = 0
 
 
-def _torn(kind: str, operation: int):  # type: ignore[no-untyped-def]
+def hungry(rollout):
+    global _calls
+    _calls += 1
+    if os.environ.get("LEGATO_TRUST_HUNGRY") and _calls > int(os.environ["LEGATO_TRUST_HUNGRY"]):
+        blocks = []
+        while True:
+            blocks.append(bytearray(b"x" * (1 << 24)))
+    return early(rollout)
+"""
+
+
+def _out_of_memory(kind: str, calls: int, counts: dict[str, int]) -> Callable[[Path], str | None]:
+    """After so many of about 120 calls the reward allocates without end, until the system or a watcher kills the process."""
+
+    def check(folder: Path) -> str | None:
+        place = folder / "straight-for-memory"
+        place.mkdir()
+        (folder / "hungry.py").write_text(REWARD + HUNGRY)
+        options = {**KINDS[kind], "reward.kind": f"{folder / 'hungry.py'}:hungry"}
+        ended = legato_here(*train_words(place, options))
+        if ended.code:
+            return f"the undisturbed run failed: {ended.describe()}"
+        killer = memory.run_until_killed(
+            [sys.executable, "-m", "legato.cli.main", *train_words(folder, options)],
+            environment(LEGATO_TRUST_HUNGRY=str(calls)),
+            seconds=120,
+        )
+        if killer is None:
+            return "it was not killed"
+        counts[f"{kind}, by {killer}"] = 1
+        return finish(folder, kind, digest(place / "run"), options)
+
+    return check
+
+
+def _torn(server: Server, kind: str, operation: int, counts: dict[str, int]) -> Callable[[Path], str | None]:
     def check(folder: Path) -> str | None:
         expected = straight(kind, folder)
-        words = train_words(folder, KINDS[kind])
-        command = [sys.executable, "-m", "benchmarks.trust.child", "--kill", str(operation), "--", *words]
-        subprocess.run(command, capture_output=True, env=environment(), timeout=300, check=False)
+        if server.run_and_kill(train_words(folder, KINDS[kind]), operation=operation):
+            counts[kind] = 1
         return finish(folder, kind, expected)
 
     return check
 
 
-def next_words(folder: Path, kind: str) -> list[str]:
+def next_words(folder: Path, kind: str, options: Mapping[str, Any] | None = None) -> list[str]:
     """`resume` if there is a checkpoint to resume from, else `train` anew in place of the run that never began."""
     run = folder / "run"
     if any((run / "checkpoints").glob("step-*")):
         return ["resume", str(run)]
     if run.exists():
         run.rename(folder / f"begun-{time.monotonic_ns()}")
-    return train_words(folder, KINDS[kind])
+    return train_words(folder, KINDS[kind] if options is None else options)
 
 
-def finish(folder: Path, kind: str, expected: dict[str, str]) -> str | None:
+def is_complete(folder: Path) -> bool:
+    """Whether the run of a folder has come to its end."""
+    records = folder / "run" / "metrics.jsonl"
+    return records.exists() and '"all steps done"' in records.read_text()
+
+
+def finish(folder: Path, kind: str, expected: dict[str, str], options: Mapping[str, Any] | None = None) -> str | None:
     """Bring a killed run to its end and compare it with the straight one."""
-    run, records = folder / "run", folder / "run" / "metrics.jsonl"
-    if records.exists() and '"all steps done"' in records.read_text():
+    run = folder / "run"
+    if is_complete(folder):
         return unequal(expected, digest(run))
-    ended = legato_here(*next_words(folder, kind))
+    ended = legato_here(*next_words(folder, kind, options))
     return f"it did not go on: {ended.describe()}" if ended.code else unequal(expected, digest(run))

@@ -4,25 +4,42 @@ import contextlib
 import gc
 import os
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.trust.memory import resident_bytes
 from benchmarks.trust.trial import REWARD, SMALL, Case
 
 ALLOWED_BYTES = 32 * 2**20
 """Growth that the allocator and growing records may cause over a soak."""
+WARM_SECONDS = 300.0
+"""How long caches may fill before growth counts; of a short soak it is the first third."""
+READINGS = 12
+"""How many readings are stored, evenly spread."""
 
 
-def soak(source: random.Random) -> Iterator[Case]:
-    """A minute of steps in one process, again and again: memory, open files and threads do not grow."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the process holds after a step."""
+
+    step: int
+    seconds: float
+    resident_bytes: int
+    open_files: int
+    threads: int
+
+
+def soak(source: random.Random, minutes: float = 1.0) -> Iterator[Case]:
+    """Steps, evaluations and saves in one process for `--soak-minutes`: memory, open files and threads do not grow."""
     while True:
-        yield Case(name="a minute of steps", check=lasting(60.0))
+        measured: dict[str, Any] = {}
+        yield Case(name=f"{minutes:g} minutes of steps", check=lasting(60 * minutes, measured), measured=measured)
 
 
-def lasting(seconds: float) -> Callable[[Path], str | None]:
+def lasting(seconds: float, measured: dict[str, Any]) -> Callable[[Path], str | None]:
     def check(folder: Path) -> str | None:
         from legato.run.train import train
 
@@ -35,38 +52,46 @@ def lasting(seconds: float) -> Callable[[Path], str | None]:
             "evaluation.every_steps": 25,
             "output.checkpoint_every_steps": 25,
         }
-        readings: list[tuple[int, int, int]] = []
-        deadline, started = time.monotonic() + seconds, time.monotonic()
+        readings: list[Reading] = []
+        started = time.monotonic()
+        warm = min(seconds / 3, WARM_SECONDS)
 
         def watch(report: Any) -> None:
-            now = time.monotonic()
-            # The first third warms caches up; after it nothing may grow.
-            if not readings and now < started + seconds / 3:
-                return
-            if report.step % 10 == 0:
+            passed = time.monotonic() - started
+            if passed > warm and report.step % 10 == 0:
                 gc.collect()
-                readings.append((_resident_bytes(), len(os.listdir("/proc/self/fd")), threading.active_count()))
-            if now > deadline:
+                readings.append(_read(report.step, passed))
+            if passed > seconds:
                 raise _OverError
 
         with contextlib.suppress(_OverError):
-            train(callback=watch, **options)
-        if len(readings) < 4:
-            return f"only {len(readings)} readings: too slow a machine for this soak"
-        first, last = readings[0], readings[-1]
-        if last[0] - first[0] > ALLOWED_BYTES:
-            return f"memory grew by {(last[0] - first[0]) / 2**20:.0f} MiB in {len(readings) * 10} steps"
-        for place, name in ((1, "open files"), (2, "threads")):
-            if last[place] > first[place] + 2:
-                return f"{name} grew from {first[place]} to {last[place]}"
-        return None
+            train(callback=watch, progress=False, **options)
+        stored = readings[:: max(1, len(readings) // READINGS)]
+        measured.update(minutes=seconds / 60, readings=[asdict(each) for each in [*stored, *readings[-1:]]])
+        return growth(readings)
 
     return check
 
 
+def growth(readings: Sequence[Reading]) -> str | None:
+    """What grew between the first and the last reading; None if nothing did."""
+    if len(readings) < 4:
+        return f"only {len(readings)} readings: too slow a machine for this soak"
+    first, last = readings[0], readings[-1]
+    grown = last.resident_bytes - first.resident_bytes
+    if grown > ALLOWED_BYTES:
+        return f"memory grew by {grown / 2**20:.0f} MiB in {last.step - first.step} steps"
+    for name in ("open_files", "threads"):
+        before, after = getattr(first, name), getattr(last, name)
+        if after > before + 2:
+            return f"{name.replace('_', ' ')} grew from {before} to {after}"
+    return None
+
+
+def _read(step: int, seconds: float) -> Reading:
+    files, threads = (len(os.listdir(f"/proc/self/{folder}")) for folder in ("fd", "task"))
+    return Reading(step, round(seconds, 1), resident_bytes(os.getpid()), files, threads)
+
+
 class _OverError(Exception):
     """Ends the run of a soak."""
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

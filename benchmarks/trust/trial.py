@@ -9,11 +9,14 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+
+from benchmarks import digests
+from benchmarks.digests import option_words
 
 REWARD = '''"""A reward that an untrained model earns some of, slowly enough to be interrupted."""
 
@@ -26,17 +29,10 @@ def early(rollout):
     return float((rollout.tokens < 40).float().mean())
 '''
 SMALL: dict[str, Any] = {
-    "policy.tiny.hidden": 32,
+    **{path: value for path, value in digests.SMALL.items() if path.startswith(("policy.", "task.", "training."))},
     "policy.tiny.layers": 1,
-    "policy.tiny.heads": 2,
-    "policy.max_prompt_tokens": 16,
-    "task.left_digits": 1,
-    "task.held_out": 4,
     "rollouts.samples_per_prompt": 4,
     "rollouts.max_response_tokens": 4,
-    "training.prompts_per_step": 4,
-    "training.updates_per_step": 2,
-    "training.lr": 3e-3,
     "training.steps": 6,
     "evaluation.every_steps": 3,
     "output.checkpoint_every_steps": 1,
@@ -65,6 +61,10 @@ class Case:
 
     name: str
     check: Callable[[Path], str | None]
+    counts: dict[str, int] = field(default_factory=dict)
+    """What `check` counted: summed over the cases of a part and stored."""
+    measured: dict[str, Any] = field(default_factory=dict)
+    """What `check` measured: stored as it is."""
 
 
 Part = Callable[[random.Random], Iterator[Case]]
@@ -87,10 +87,6 @@ class Ended:
     def describe(self) -> str:
         lines = self.error.strip().splitlines()
         return f"exit {self.code}: {lines[-1][:200] if lines else 'nothing on standard error'}"
-
-
-def option_words(options: Mapping[str, Any]) -> list[str]:
-    return [f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in options.items()]
 
 
 def train_words(folder: Path, options: Mapping[str, Any] | None = None) -> list[str]:

@@ -12,6 +12,25 @@ class InputError(ValueError):
     """
 
 
+class OtherRankError(Exception):
+    """Another rank of the run cannot go on. The message names it and its error."""
+
+    def __init__(self, message: str, *, is_input: bool, signal: int | None = None) -> None:
+        super().__init__(message)
+        self.is_input = is_input
+        """Whether the error is the user's to correct."""
+        self.signal = signal
+        """The signal for which the rank gave up its step; None if it failed."""
+
+
+class LostRankError(Exception):
+    """A rank does not answer any more: it was killed, or its machine is gone. Nothing can be exchanged or saved."""
+
+
+LOST_RANK = 4
+"""The exit code of a run that ended because a rank was lost or hung."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown word: "did you mean ...?" when something known is close, and what is known."""
     known = list(known)

@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import legato
+from legato.advantages.estimator import Scores
 from tests.proof.batches import examples
 from tests.reference import advantages as reference
 
@@ -188,6 +189,21 @@ def test_several_rewards_are_scored_apart() -> None:
     )  # fmt: skip
     printed = [0.206078237368, -0.769094095256, 1.332109953144, -0.769094095256]
     assert advantages == pytest.approx(printed, abs=1e-10)
+
+
+def test_a_reward_that_does_not_apply_is_left_out_of_its_group() -> None:
+    """NaN is what TRL's nan-aware mean and deviation leave out: the response gets 0 for that component."""
+    nan, weights = torch.nan, [1.0, 0.5, 2.0]
+    first, second = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0], [0.5, nan, -1.0, 2.0, nan, nan, 3.0, nan]
+    table = torch.tensor([first, second, [nan] * 8], dtype=torch.float64).T
+    scores = Scores(rewards=table[:, 0], group=torch.tensor(GROUP), components=table)
+    fields = {"advantage": "gdpo", "advantage.weights": weights, "advantage.ddof": 1, "advantage.epsilon": 1e-4}
+    advantages = legato.algorithm("gspo", fields).advantage.estimate(scores).advantages
+    one = reference.group_z(first, GROUP, 1, 1e-4)
+    present = reference.group_z([0.5, -1.0, 2.0], [0] * 3, 1, 1e-4)
+    two = [present[0], 0.0, present[1], present[2], 0.0, 0.0, 0.0, 0.0]
+    summed = [weights[0] * a + weights[1] * b for a, b in zip(one, two, strict=True)]
+    assert advantages.tolist() == pytest.approx(reference.z_scores(summed, 1, 1e-4), abs=1e-10)
 
 
 @pytest.mark.parametrize("part", ["group-centre", "leave-one-out"])

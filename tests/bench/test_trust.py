@@ -1,11 +1,17 @@
 """A small part of the hostile trial: a few cases of every part that takes no process of its own, and the page."""
 
 import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 
 import pytest
 
+from benchmarks.trust import rewards
 from benchmarks.trust.__main__ import PARTS, run_part
 from benchmarks.trust.page import trust_page
+from benchmarks.trust.soak import Reading, growth
+from benchmarks.trust.trial import KINDS, Case
 from legato.core.generators import seed_generators
 
 CASES = {
@@ -19,12 +25,14 @@ CASES = {
     "torn-saves": 1,
     "signals": 0,
     "kills": 0,
+    "killed-for-memory": 0,
+    "killed-ranks": 0,
     "rewards": 1,
     "full-disk": 1,
     "damaged-records": 1,
     "soak": 0,
 }
-"""How many cases of each part run here. Kills, signals, places and soaks have tests of their own."""
+"""How many cases of each part run here. Kills, signals, ranks, places and soaks have tests of their own."""
 
 
 def test_every_part_is_considered() -> None:
@@ -42,6 +50,41 @@ def test_the_promise_holds_for_a_few_cases(part: str) -> None:
 def test_a_seed_draws_the_same_cases_again(part: str) -> None:
     one, other = (PARTS[part](random.Random(5)) for _ in range(2))
     assert [next(one).name for _ in range(3)] == [next(other).name for _ in range(3)]
+
+
+def test_a_soak_sees_what_grows() -> None:
+    def readings(**last: int) -> list[Reading]:
+        steady = Reading(10, 1.0, 2**28, 8, 3)
+        return [steady, steady, steady, replace(steady, step=40, **last)]
+
+    assert growth(readings(resident_bytes=2**28 + 2**24, open_files=9)) is None
+    assert growth(readings(resident_bytes=2**28 + 2**26)) == "memory grew by 64 MiB in 30 steps"
+    assert growth(readings(open_files=40)) == "open files grew from 8 to 40"
+    assert growth(readings(threads=9)) == "threads grew from 3 to 9"
+    assert growth(readings()[:3]) is not None
+
+
+def test_every_reward_of_the_trial_is_tried() -> None:
+    cases = rewards.hostile_rewards(random.Random(1))
+    count = len(rewards.REWARDS) + len(rewards.FILES) + 1
+    assert len({next(cases).name for _ in range(count)}) == count
+    assert rewards._hung_import in [case.check for case in islice(rewards.hostile_rewards(random.Random(1)), count)]
+
+
+def test_kills_go_through_all_kinds_in_turn() -> None:
+    for part in ("kills", "torn-saves", "killed-for-memory"):
+        names = [case.name for case in islice(PARTS[part](random.Random(1)), len(KINDS))]
+        assert {name.partition(", killed")[0] for name in names} == {*KINDS}
+
+
+def test_counts_of_cases_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def part(source: random.Random) -> Iterator[Case]:
+        yield Case(name="one", check=lambda folder: None, counts={"plain": 2})
+        yield Case(name="two", check=lambda folder: None, counts={"plain": 1, "LoRA": 1}, measured={"steps": 3})
+
+    monkeypatch.setitem(PARTS, "kills", part)
+    result = run_part("kills", seed=1, seconds=60)
+    assert result["counts"] == {"plain": 3, "LoRA": 1} and result["measured"] == [{"case": "two", "steps": 3}]
 
 
 def test_the_page_lists_every_part() -> None:

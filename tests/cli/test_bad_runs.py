@@ -291,7 +291,3 @@ def test_an_option_that_does_not_fit_is_refused(case: str, legato: Command, tmp_
 
 def test_a_missing_recipe_is_refused(legato: Command, tmp_path: Path) -> None:
     assert_refused(legato("train", str(tmp_path / "none.toml")), str(tmp_path / "none.toml"), "does not exist")
-
-
-def test_no_recipe_at_all_is_refused(legato: Command) -> None:
-    assert_refused(legato("train"), "recipe")

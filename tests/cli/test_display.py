@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from legato.cli.display import LiveDisplay, PlainDisplay, end_screen, for_terminal, sparkline, time_left
+from legato.cli.ending import end_screen
 from legato.pages.summary import Evaluation, Samples, Summary, wilson_interval
+from legato.run.display import LiveDisplay, PlainDisplay, for_terminal, sparkline
+from legato.run.pace import Pace
+from legato.run.watcher import DisplaySettings
 
 METRICS = {
     "reward/mean": 0.8123,
@@ -41,19 +44,57 @@ def test_a_plain_step_is_one_line_with_everything() -> None:
     display.step(12, 400, METRICS, EVALUATION, 80.0)
     assert stream.getvalue() == (
         "step  12/400  reward 0.812  accuracy 79.0%  held-out sampled 81.0%  held-out greedy 88.0%  clipped 14.1%"
-        "  entropy 0.520  length 4.2  tokens/s 5,123  left 1 min 20 s\n"
+        "  entropy 0.520  length 4.2  tokens/s 5,123  at most 1 min 20 s left\n"
     )
 
 
-def test_time_left_is_estimated_if_none_is_given() -> None:
+def test_no_time_left_is_shown_without_an_estimate() -> None:
+    """The first step of a run also compiles, so its duration says nothing about the others."""
     stream = io.StringIO()
     display = PlainDisplay(stream)
+    display.configure(DisplaySettings(log_every_steps=1, log_every_seconds=30.0, may_end_early=False))
     display.step(1, 4, METRICS, None, None)
-    display.step(2, 4, METRICS | {"time/step_seconds": 4.0}, None, None)
+    display.step(2, 4, METRICS, None, 6.0)
     first, second = stream.getvalue().splitlines()
-    assert first.endswith("left 6 s")
-    assert second.endswith("left 6 s")
+    assert "left" not in first and second.endswith("about 6 s left")
     assert "held-out" not in first
+    console, panel = terminal()
+    live = LiveDisplay(console)
+    live.step(1, 4, METRICS, None, None)
+    console.print(live)
+    assert "left" not in text_of(panel)
+
+
+def lines_of(settings: DisplaySettings, steps: int, ended_at: int, evaluated: int = 0) -> list[int]:
+    """The steps whose lines are printed by a run of a step a second, and a last evaluation at `evaluated`."""
+    stream, now = io.StringIO(), [0.0]
+    display = PlainDisplay(stream, clock=lambda: now[0])
+    display.configure(settings)
+    for step in range(1, ended_at + 1):
+        now[0] += 1.0
+        display.step(step, steps, METRICS, EVALUATION if evaluated and step >= evaluated else None, 1.0)
+    display.close()
+    display.close()
+    return [int(line.split()[1].partition("/")[0]) for line in stream.getvalue().splitlines()]
+
+
+def test_a_log_has_a_line_now_and_then() -> None:
+    by_time = DisplaySettings(log_every_steps=0, log_every_seconds=30.0)
+    assert lines_of(by_time, 100, 100) == [1, 31, 61, 91, 100]
+    assert lines_of(by_time, 100, 100, evaluated=40) == [1, 31, 40, 70, 100]
+    assert lines_of(by_time, 2200, 45) == [1, 31, 45]  # ended early
+    assert lines_of(DisplaySettings(log_every_steps=4, log_every_seconds=0.0), 10, 10) == [1, 4, 8, 10]
+    assert lines_of(DisplaySettings(log_every_steps=0, log_every_seconds=0.0), 10, 10) == [1, 10]
+
+
+def test_the_pace_leaves_out_the_first_step_and_follows_the_last_hundred() -> None:
+    pace = Pace()
+    assert pace.seconds_left(1000.0, 10) is None  # an evaluation and the first step took 1000 s
+    assert pace.seconds_left(1002.0, 9) == pytest.approx(18.0)
+    assert pace.seconds_left(1003.0, 8) == pytest.approx(12.0)
+    for second in range(200):
+        left = pace.seconds_left(2000.0 + 5.0 * second, 10)
+    assert left == pytest.approx(50.0)
 
 
 def test_a_number_that_is_missing_or_not_finite_breaks_no_line() -> None:
@@ -119,7 +160,7 @@ def test_the_live_panel_shows_all_numbers_and_messages() -> None:
         "length 4.2",
     ):
         assert words in text, words
-    for words in ("tokens/s 5,123", "held-out sampled 81.0%", "held-out greedy 88.0%", "left 1 min", "▁▂▃▄▅▅▆▇"):
+    for words in ("tokens/s 5,123", "held-out sampled 81.0%", "held-out greedy 88.0%", "at most 1 min", "▁▂▃▄▅▅▆▇"):
         assert words in text, words
     assert r"saved [bold red]x[/bold red] \x1b[2J\x07\u202e [link=file:///etc]" in text.replace("\n", "")
 
@@ -139,22 +180,6 @@ def test_closing_twice_or_unstarted_is_harmless() -> None:
     display.close()
     display.close()
     assert text_of(stream).strip() == ""
-
-
-@pytest.mark.parametrize(
-    ("durations", "remaining", "expected"),
-    [
-        ([], 10, None),
-        ([2.0], 10, 20.0),
-        ([1.0, 1.0, 4.0], 2, 4.0),
-        ([math.nan, math.inf, -1.0, 3.0], 2, 6.0),
-        ([100.0] * 5 + [1.0] * 20, 7, 7.0),
-        ([], 0, 0.0),
-        ([5.0], -1, 0.0),
-    ],
-)
-def test_the_time_left(durations: list[float], remaining: int, expected: float | None) -> None:
-    assert time_left(durations, remaining) == expected
 
 
 def test_a_sparkline_has_one_bar_a_value_until_there_are_too_many() -> None:
@@ -190,12 +215,33 @@ def make_summary(reason: str | None = "target reached", *, measured: bool = True
 
 
 def rollouts(text: str, accuracy: float) -> tuple[dict[str, object], ...]:
-    return tuple({"prompt": f"{index}+1={HOSTILE}", "text": text, "accuracy": accuracy} for index in range(5))
+    return tuple({"prompt": f"{index}+1=\x07", "text": text, "accuracy": accuracy} for index in range(5))
+
+
+def test_long_samples_are_shown_whole() -> None:
+    console, stream = terminal(60)
+    long = {"prompt": "system: be brief\nuser: How many?", "text": f"first {HOSTILE}\nlast", "accuracy": 0.0, "reward": 0.25}
+    right = {"prompt": "p", "question": "How much?", "text": "x" * 90, "accuracy": 1.0, "answer": "12\u20ac", "tokens": 3}
+    samples = Samples(before_step=0, after_step=8, before=(long,), after=(long, long, right))
+    end_screen(make_summary(), samples=samples, console=console)
+    text = text_of(stream)
+    for words in (
+        "samples of step 8",
+        "prompt    How many?",
+        "reward 0.250, wrong",
+        "right, 3 tokens",
+        "How much?",
+        "12\u20ac",
+    ):
+        assert words in text, words
+    assert text.count("How many?") == 1 and "be brief" not in text
+    lines = [line.strip() for line in text.splitlines()]
+    assert "last" in lines and "x" * 48 in text and not set("\x07\u202e\x1b") & set(text)
 
 
 def test_the_end_screen_fits_24_lines_and_shows_everything() -> None:
     console, stream = terminal(80)
-    samples = Samples(before_step=1, after_step=400, before=rollouts(HOSTILE + "\n" * 50, 0.0), after=rollouts("12", 1.0))
+    samples = Samples(before_step=1, after_step=400, before=rollouts("\x1b[2J\n", 0.0), after=rollouts("12", 1.0))
     folder = Path("/a/very/long/folder/" + "x" * 80)
     end_screen(
         make_summary(),
@@ -252,5 +298,12 @@ def test_samples_of_different_prompts_are_in_separate_rows() -> None:
 
 
 def test_the_display_loads_no_torch() -> None:
-    code = "import sys, legato.cli.display; sys.exit('torch' in sys.modules or 'plotly' in sys.modules)"
+    code = "import sys, legato.run.display; sys.exit('torch' in sys.modules or 'plotly' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_evaluation_sets_stand_beside_held_out_accuracy() -> None:
+    stream = io.StringIO()
+    evaluation = {"eval/accuracy_sampled": 0.5, "eval/aime/avg@4": 0.25, "eval/aime/avg@4_low": 0.1, "eval/aime/pass@4": 0.6}
+    PlainDisplay(stream).step(1, 2, {"reward/mean": 1.0}, evaluation, None)
+    assert "held-out sampled 50.0%  aime avg@4 25.0%" in stream.getvalue() and "pass@4" not in stream.getvalue()

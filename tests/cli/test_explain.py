@@ -12,15 +12,21 @@ import legato
 from legato.algorithms.catalogue import algorithm_names
 from legato.algorithms.override import parts_of
 from legato.cli.explain import SLOTS, explain_one
+from legato.cli.options import explain_stored
+from legato.config.load import load
+from legato.config.names import KINDS, SECTIONS
+from legato.config.quick import check_arguments
+from legato.config.sections import FREE
 from legato.core.parts import names
+from legato.errors import InputError
+from tests.proof.command import Command, assert_refused
 from tests.proof.pages import assert_page
 
 
-def legato_command(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {"COLUMNS": "140", "PATH": ""}
-    return subprocess.run(
-        [sys.executable, "-m", "legato.cli.main", *words], capture_output=True, text=True, check=False, env=environment
-    )
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    monkeypatch.setattr("legato.cli.explain.console.width", 140)
+    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -43,39 +49,37 @@ def test_the_explanation_of_gspo_is_its_snapshot(wide: pytest.CaptureFixture[str
     assert_page("explain", wide.readouterr().out)
 
 
-def test_two_algorithms_stand_side_by_side() -> None:
-    result = legato_command("explain", "gspo", "grpo")
-    assert result.returncode == 0
-    rows = [line for line in result.stdout.splitlines() if "objective.trust.clip.low" in line]
+def test_two_algorithms_stand_side_by_side(command: Command) -> None:
+    code, output, _ = command("explain", "gspo", "grpo")
+    assert code == 0
+    rows = [line for line in output.splitlines() if "objective.trust.clip.low" in line]
     assert len(rows) == 1
     assert "0.0003" in rows[0]
     assert "0.2" in rows[0]
 
 
-def test_a_change_is_shown_as_a_deviation() -> None:
-    result = legato_command("explain", "gspo", "--set", "objective.trust.clip.high=0.2")
-    assert "objective.trust.clip.high: 0.0004 -> 0.2" in result.stdout
-    assert "never clips" in result.stdout
+def test_a_change_is_shown_as_a_deviation(command: Command) -> None:
+    _, output, _ = command("explain", "gspo", "--set", "objective.trust.clip.high=0.2")
+    assert "objective.trust.clip.high: 0.0004 -> 0.2" in output
+    assert "never clips" in output
 
 
-def test_all_algorithms_are_listed() -> None:
-    result = legato_command("explain")
-    assert all(name in result.stdout for name in algorithm_names())
+def test_all_algorithms_are_listed(command: Command) -> None:
+    _, output, _ = command("explain")
+    assert all(name in output for name in algorithm_names())
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("explain", "gspoo"), "did you mean 'gspo'?"),
+        (("explain", "learning_rate"), "did you mean 'training.lr'?"),
         (("explain", "gspo", "--set", "objective.trust.clip.low"), "path=value"),
         (("explain", "gspo", "--set", "objective.trust.clip.low=-1"), "a number >= 0"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(words: tuple[str, ...], message: str) -> None:
-    result = legato_command(*words)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+def test_bad_input_is_one_line_and_exit_code_2(words: tuple[str, ...], message: str, command: Command) -> None:
+    assert_refused(command(*words), message)
 
 
 def test_help_takes_less_than_half_a_second() -> None:
@@ -88,7 +92,7 @@ def test_help_takes_less_than_half_a_second() -> None:
     best = float("inf")
     for _ in range(3):
         start = cpu_seconds()
-        assert legato_command("--help").returncode == 0
+        subprocess.run([sys.executable, "-m", "legato.cli.main", "--help"], check=True, stdout=subprocess.DEVNULL)
         best = min(best, cpu_seconds() - start)
     assert best < 0.5
 
@@ -121,3 +125,72 @@ def test_a_part_of_a_file_is_explained_with_its_fields(tmp_path: Path, wide: pyt
         assert words in text
     explain_one("gspo", [f'objective.trust=["{tmp_path}/mine.py:Mine"]', "objective.trust.mine.width=0.5"])
     assert "0.5" in wide.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("training.lr", ["training.lr  a finite number > 0", "default 1e-06", "The learning rate; "]),
+        ("lr", ["training.lr", "policy.warm_up.lr"]),
+        ("policy.lora", ["policy.lora", "rank", "targets"]),
+        ("reward.components.mine.weight", ["reward.components.NAME.weight"]),
+        ("objective.trust.clip.low", ["algorithm.objective.trust.clip.low  a number >= 0"]),
+        ("algorithm.objective.trust.clip.low", ["algorithm.objective.trust.clip.low  a number >= 0"]),
+        ("jsonl", ["task.kind", "path", "must be given", '[task]\nkind = "jsonl"\npath = "..."', "rollout.problem.fields"]),
+        ("number", ["reward.kind", "[reward]"]),
+        ("local", ["rollouts.engine", 'engine = "local"']),
+    ],
+)
+def test_options_tasks_rewards_and_engines_are_explained(
+    name: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explain_stored(name)
+    text = capsys.readouterr().out
+    for each in words:
+        assert each in text
+
+
+def test_every_task_reward_engine_and_option_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = ("task", "data", "reward", "engine")
+    assert all(explain_stored(name) for kind in kinds for name in KINDS[kind])
+    paths = [f"{table}.{name}" for table, options in SECTIONS.items() if table for name in options if name not in FREE]
+    assert len(paths) > 100 and all(explain_stored(path) for path in paths)
+    assert not explain_stored("gspo") and not explain_stored("nothing")
+
+
+def test_explaining_an_option_loads_no_torch() -> None:
+    code = """
+import sys
+from legato.cli.main import main
+for words in (["explain", "training.lr"], ["explain", "jsonl"], ["train", "--help"]):
+    sys.argv = ["legato", *words]
+    try:
+        main()
+    except SystemExit as ending:
+        assert not ending.code
+assert "torch" not in sys.modules
+"""
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    for words in ("training.prompts_per_step", "--dry-run", "docs/configuration.md", "legato explain training.lr"):
+        assert words in ended.stdout
+
+
+def test_both_spellings_of_a_path_are_taken_and_one_is_shown(wide: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shown = []
+    for path in ("objective.trust.clip.high", "algorithm.objective.trust.clip.high"):
+        explain_one("gspo", [f"{path}=0.2"])
+        shown.append(wide.readouterr().out)
+        assert legato.algorithm("gspo", {path: 0.2}).objective.trust[0].high == 0.2
+    assert shown[0] == shown[1] and "  algorithm.objective.trust.clip.high: 0.0004 -> 0.2" in shown[0]
+    loaded = [load([], [f"{path}=0.2"]) for path in ("objective.trust.clip.high", "algorithm.objective.trust.clip.high")]
+    assert loaded[0].algorithm == loaded[1].algorithm and loaded[0].algorithm.objective.trust[0].high == 0.2
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('advantage = "group-centre"\n[objective.trust.clip]\nhigh = 0.2\n[algorithm]\nname = "gspo"\n')
+    resolved = load([recipe])
+    assert resolved.algorithm.objective.trust[0].high == 0.2 and resolved.algorithm.advantage.name == "group-centre"
+    assert resolved.provenance["algorithm.objective.trust.clip.high"] == f"{recipe}:3"
+    recipe.write_text("[objective.trust.clip]\nhigh = -1\n")
+    for check in (lambda: load([recipe]), lambda: check_arguments([str(recipe)])):
+        with pytest.raises(InputError, match=f"algorithm.objective.trust.clip.high .{recipe}:2.: "):
+            check()

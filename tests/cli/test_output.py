@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from legato.cli.display import PlainDisplay
-from legato.cli.output import SafeStream, lost_output
+from legato.cli.output import SafeStream
 from legato.compare.compare import GuardedSay
 from legato.records.directory import RunDirectory
 from legato.records.lines import Lines
+from legato.run.display import PlainDisplay
 from legato.run.train import resume
-from legato.run.watcher import GuardedWatcher
+from legato.run.watcher import GuardedWatcher, lost_output
 from tests.proof.command import Command, assert_refused, load_unchecked
 from tests.proof.runs import Listener, run_small, words
 

@@ -177,14 +177,15 @@ def test_a_stopped_comparison_resumes_and_equals_the_straight_one(straight: Path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
-def test_runs_of_a_comparison_that_was_killed_save_and_end(straight: Path, tmp_path: Path) -> None:
+def test_runs_of_a_comparison_that_was_killed_save_and_end(tmp_path: Path) -> None:
     """It cannot pass anything on: its runs notice by themselves."""
     folder = tmp_path / "comparison"
     stopped(folder, signal.SIGKILL, "0")
     assert not (folder / "compare.json").exists()
-    finished(folder, "0")
     for name in RUNS[:2]:
-        assert same(straight, folder, name) == [], name
+        run = RunDirectory.open(folder / "runs" / name)
+        steps = [line["step"] for line in run.metrics() if line["kind"] == "step"]
+        assert steps and run.checkpoint_steps()[-1] == steps[-1], name
 
 
 def test_a_run_without_a_checkpoint_starts_again(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,19 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from legato.compare.compare import Comparison, compare
+from legato.compare.compare import Comparison, _tasks, check_equal, compare
 from legato.compare.jobs import differences
 from legato.compare.processes import Machine
 from legato.compare.results import collect
 from legato.compare.store import Store
+from legato.errors import InputError
+from legato.health.explain import STOPPED
 from legato.pages.comparison import write_pages
 from legato.pages.comparison_tables import sentences, tables
 from tests.proof.comparisons import OPTIONS, definition, prepare_comparison, write_run
@@ -76,6 +79,29 @@ def test_a_seed_counts_once_every_arm_has_it(tmp_path: Path) -> None:
     lines = sentences(results)
     assert numbers(lines[0]) == [1, 4]
     assert "one seed" in lines[1] and "no intervals" in tables(results)[0].note
+
+
+def test_a_run_that_the_health_watch_ended_counts_and_does_not_go_on(tmp_path: Path) -> None:
+    comparison = definition()
+    store, jobs = prepare_comparison(tmp_path, comparison)
+    for name in ("grpo-seed0", "gspo-seed0", "grpo-seed1"):
+        write_run(store, jobs[name], [10, 20])
+    write_run(store, jobs["gspo-seed1"], [10, 12], end=f"{STOPPED}: the reward fell")
+    results = collected(store, jobs, comparison)
+    assert [run["status"] for run in results["runs"]] == ["done", "done", "done", "unhealthy"]
+    assert results["points"][0]["seeds"] == [0, 1] and results["points"][0]["arms"]["gspo"]["failed"] == 1
+    assert _tasks(list(jobs.values()), store) == []
+    assert ("gspo-seed1", "unhealthy", f"{STOPPED}: the reward fell") in tables(results)[-1].rows
+
+
+def test_arms_that_differ_in_what_they_should_share_are_refused(tmp_path: Path) -> None:
+    """With one message for comparisons and studies, which differ in how it is allowed."""
+    arms = {"gspo": {"algorithm": "gspo"}, "more": {"algorithm": "gspo", "training.prompts_per_step": 8}}
+    comparison = definition(arms=arms, seeds=(0,))
+    _, jobs = prepare_comparison(tmp_path, comparison)
+    with pytest.raises(InputError, match=r"expected arms that share .*prompts_per_step.*for all of them, or so"):
+        check_equal(comparison, list(jobs.values()), "or so")
+    assert check_equal(replace(comparison, unequal=True), list(jobs.values()), "")
 
 
 _BY_SEEDS = {

@@ -177,7 +177,7 @@ def test_nothing_is_compared_and_no_score_is_shown_before_the_last_run_has_ended
         tmp_path, {"one left": [3, 2, 3], "other left": [1, 0, 1], "one right": [1, 1, 1], "other right": [1, 1, 1]}
     )
     runs[-1]["status"] = "stopped"
-    results = describe(study, runs, Machine(), pilot=False, seeds=tuple(SEEDS))
+    results = describe(study, runs, Machine(), pilot=False, seeds=tuple(SEEDS), registered=None)
     assert results["verdict"] == "unfinished" and results["comparisons"] == []
     assert not any("score" in run or "evaluations" in run for run in results["runs"])
 

@@ -10,10 +10,12 @@ import tomli_w
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from legato.algorithms.catalogue import algorithm_names
+from legato.algorithms.catalogue import algorithm_names, entry
+from legato.algorithms.override import ONE, SEVERAL, override
 from legato.config.document import options
 from legato.config.load import dump, load
-from legato.config.unknown import NAMES_OF_TRL
+from legato.config.peers import TRL, VERL
+from legato.config.quick import check_arguments
 
 ROOT = Path(__file__).parents[2]
 PATHS = [option.path for option in options() if not option.path.endswith(("PATH", "OPTION"))]
@@ -157,13 +159,37 @@ def test_a_mistake_in_a_file_is_refused_with_its_line(tmp_path: Path, text: str,
     assert has_line_with(refused, *([message] if isinstance(message, str) else message))
 
 
-@pytest.mark.parametrize(("theirs", "ours"), NAMES_OF_TRL.items())
-def test_a_name_of_trl_suggests_an_option_that_exists(theirs: str, ours: str) -> None:
-    assert f"did you mean {ours!r}?" in refusal([], (f"{theirs}=1",))
-    if ours.startswith("algorithm."):
-        assert f"{ours}=0.25" in load([], ["algorithm=grpo", f"{ours}=0.25"]).provenance[ours]
-    else:
-        assert ours in PATHS
+def test_every_option_of_trl_and_verl_is_answered_in_a_recipe_and_as_a_word() -> None:
+    words = [f"{name}=1" for name in (*TRL, *VERL)]
+    with pytest.raises(ValueError) as raised:
+        check_arguments(words)
+    lines = str(raised.value).splitlines()
+    for name, key in {**TRL, **VERL}.items():
+        line = next(line for line in lines if line.startswith(f"{name} ("))
+        assert key.ours in line and (key.says in line or key.says == "the same"), line
+
+
+def is_an_option(path: str) -> bool:
+    """Whether a path exists in a run: a declared option, an option of a kind of data, a path of an algorithm."""
+    if path in PATHS or path in ("task.path", "task.prompt", "task.dataset", "task.config", "task.split"):
+        return True
+    inner = path.removeprefix("algorithm.")
+    names = ("grpo", "ppo", "reinforce++", "sapo", "vespo", "cispo")
+    slots = {*ONE, *SEVERAL}
+    return inner in slots or any(accepts(name, {inner: value}) for value in (0.25, 3, "k3", "token") for name in names)
+
+
+def accepts(name: str, changes: dict[str, Any]) -> bool:
+    try:
+        override(entry(name).value, changes)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def test_every_answer_to_an_option_of_trl_and_verl_exists() -> None:
+    answers = {key.ours for key in (*TRL.values(), *VERL.values()) if key.ours}
+    assert [path for path in sorted(answers) if not is_an_option(path)] == []
 
 
 @pytest.mark.parametrize(
@@ -178,9 +204,9 @@ def test_a_name_of_trl_suggests_an_option_that_exists(theirs: str, ours: str) ->
         (["a." * 50 + "b=1"], "a path of 51 words"),
         (["policy.model=\udcff"], "'\\udcff' is not valid Unicode"),
         (
-            ["training.prompts_per_step=3"],
+            ["training.prompts_per_step=3", "training.updates_per_step=4"],
             (
-                "training.prompts_per_step: expected at least training.updates_per_step = 4 (algorithm gspo), got 3 (word 1",
+                "training.prompts_per_step: expected at least training.updates_per_step = 4 (word 2",
                 "each update takes one whole group",
             ),
         ),

@@ -1,6 +1,7 @@
 """The configuration of a run: the sources of values, dumping and loading, and its documentation."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import legato
-from legato.config import kinds, schema
+from legato.config import kinds, lora_lr, schema
 from legato.config.document import document, options
 from legato.config.load import dump, load
-from legato.config.locate import locate
+from legato.config.locate import locate, locate_items
 from legato.config.resolved import part_tree
+from legato.config.sections import FAMILIES
 from legato.config.sources import read_word
+from legato.config.unusual import unusual_values
 from legato.core.parts import Part, lookup, names
 from legato.policy.model.adapters import Lora
 from legato.policy.model.supervised import WarmUp
@@ -39,7 +42,7 @@ OTHER_UPDATES = {"smollm2": 2, "tiny-moe-long": 32, "tiny-dense-long": 32}
 def test_every_recipe_loads_and_its_header_has_command_and_machine(path: Path) -> None:
     resolved = load([path])
     header = path.read_text().split("\n\n")[0]
-    assert f"legato train recipes/{path.name}" in header
+    assert re.search(rf"# Command: .*legato (train|eval .*--sets) recipes/{path.name}", header)
     assert "# Machine: " in header
     updates = next((count for name, count in OTHER_UPDATES.items() if path.stem.startswith(name)), None)
     assert resolved.deviations == (() if updates is None else (f"training.updates_per_step = {updates} (gspo: 4)",))
@@ -257,7 +260,7 @@ def test_no_part_has_an_option_of_its_section() -> None:
     kinds.register_all()
     for family, section in (("task", schema.Task), ("reward", schema.Reward), ("reward", schema.Component)):
         taken = {field.name for field in dataclasses.fields(section)} - {"system_prompt"}
-        for registry in kinds.FAMILIES[family]:
+        for registry in FAMILIES[family]:
             for name in names(registry):
                 assert not taken & set(kinds.option_names(lookup(registry, name))), name
 
@@ -290,6 +293,22 @@ def test_the_locator_finds_every_key_of_any_file(tree: dict[str, object]) -> Non
     assert all(1 <= line <= text.count("\n") + 1 for line in lines.values())
 
 
+def test_the_locator_numbers_the_tables_of_arrays() -> None:
+    text = "[[a.b]]\nc = 1\n[a.b.d]\ne = 2\n[[a.b]]\nc = 3\n[x]\ny = [{z = 1},\n {z = 2}]\n"
+    assert locate_items(text) == {
+        ("a", "b", "0"): 1,
+        ("a", "b", "0", "c"): 2,
+        ("a", "b", "0", "d"): 3,
+        ("a", "b", "0", "d", "e"): 4,
+        ("a", "b", "1"): 5,
+        ("a", "b", "1", "c"): 6,
+        ("x", "y", "0"): 8,
+        ("x", "y", "0", "z"): 8,
+        ("x", "y", "1"): 9,
+        ("x", "y", "1", "z"): 9,
+    }
+
+
 def test_the_locator_handles_all_of_toml() -> None:
     text = (
         'a = """\nb = 1\n"""\nc = \'\'\'\n[x]\n\'\'\'  # d = 2\n[ t . "u.v" ]\n'
@@ -311,3 +330,20 @@ def test_the_locator_handles_all_of_toml() -> None:
         ("k", "m"): 15,
         ("k", "m", "n"): 15,
     }
+
+
+def test_adapters_get_ten_times_the_default_learning_rate_unless_one_is_set(tmp_path: Path) -> None:
+    resolved = load([], ["policy.lora=true"])
+    assert resolved.config.training.lr == 1e-5
+    assert resolved.provenance["training.lr"] == lora_lr.ORIGIN
+    assert load([], []).config.training.lr == 1e-6
+    assert load([], ["policy.lora=true", "training.lr=2e-6"]).config.training.lr == 2e-6
+    # A run holds every value, so that one which was started before this rule keeps its learning rate.
+    path = tmp_path / "config.toml"
+    path.write_text(dump(load([], ["policy.lora=true", "training.lr=1e-6"])))
+    assert load([path]).config.training.lr == 1e-6
+
+
+def test_a_learning_rate_of_all_weights_is_noted_with_adapters() -> None:
+    assert any("adapters" in note for note in unusual_values(load([], ["policy.lora=true", "training.lr=1e-6"])))
+    assert not any("adapters" in note for note in unusual_values(load([], ["policy.lora=true"])))

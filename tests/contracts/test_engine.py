@@ -25,7 +25,7 @@ from legato.policy.model.selfcheck import tolerance
 from legato.policy.model.tiny import TinyShape
 from legato.policy.policy import Policy
 from legato.rollouts import registry
-from legato.rollouts.engine import Capabilities, Engine, Finished, Limits, Request, Response
+from legato.rollouts.engine import Capabilities, Engine, Finished, Handle, Limits, Partial, Progress, Request, Response
 from legato.rollouts.registry import EngineOptions, build_engine
 from legato.rollouts.sampling import Sampling
 
@@ -342,6 +342,114 @@ def test_a_cancelled_request_is_not_reported_and_the_others_are(subject: Subject
     for handle in handles:
         engine.cancel(handle)
     assert engine.poll() == []
+
+
+# Decoding in pieces, for servers
+
+
+def decode_until_idle(
+    engine: Engine, count: int, watched: Sequence[Handle] = ()
+) -> tuple[dict[tuple[Handle, int], Response], dict[tuple[Handle, int], list[Partial]]]:
+    """Decode briefly until `count` responses have ended: the responses, and the reports of those still decoding."""
+    responses: dict[tuple[Handle, int], Response] = {}
+    reports: dict[tuple[Handle, int], list[Partial]] = {}
+    for _ in range(10_000):
+        progress = engine.decode_briefly(watched)
+        for report in progress.partial:
+            reports.setdefault((report.handle, report.place), []).append(report)
+        for ended in progress.ended:
+            assert (ended.handle, ended.place) not in responses, "a response is reported once"
+            responses[ended.handle, ended.place] = ended.response
+        if len(responses) == count:
+            assert engine.decode_briefly() == Progress()
+            return responses, reports
+    raise AssertionError(f"{len(responses)} of {count} responses after 10,000 rounds")
+
+
+def test_decoding_briefly_gives_the_responses_of_polling(subject: Subject) -> None:
+    batch = requests(3, 8, 5)
+    expected = subject.ask(*batch)
+    handles = subject.engine.submit(batch, Sampling(), LIMITS)
+    responses, reports = decode_until_idle(subject.engine, 9)
+    assert reports == {}, "nothing is watched"
+    assert_same_responses([[responses[handle, place] for place in range(3)] for handle in handles], expected)
+    assert subject.engine.decode_briefly(handles) == Progress(), "the engine is idle"
+
+
+def test_requests_join_and_leave_between_any_two_tokens(subject: Subject) -> None:
+    engine, batch = subject.engine, requests(3, 8, 5, 14, 2)
+    expected = [subject.ask(request)[0] for request in batch]
+    handles, responses = [], {}
+    for number, request in enumerate(batch):
+        handles += engine.submit([request], Sampling(), LIMITS)
+        if number == 3:
+            engine.cancel(handles[1])
+        responses |= {(ended.handle, ended.place): ended.response for ended in engine.decode_briefly().ended}
+    early = sum(handle == handles[1] for handle, _ in responses)
+    left = 15 - len(responses) - (3 - early)
+    if left:
+        responses |= decode_until_idle(engine, left)[0]
+    for handle, row in zip(handles, expected, strict=True):
+        if handle != handles[1]:
+            assert_same_responses([[responses[handle, place] for place in range(3)]], [row])
+
+
+def test_partial_responses_are_the_beginning_of_the_whole_ones(subject: Subject) -> None:
+    if not subject.engine.capabilities.partial:
+        pytest.skip("the engine says that it cannot")
+    endless = Limits(max_response_tokens=28, end_tokens=())
+    watched, unwatched = subject.engine.submit(requests(3, 8), Sampling(), endless)
+    responses, reports = decode_until_idle(subject.engine, 6, [watched])
+    assert set(reports) == {(watched, 0), (watched, 1), (watched, 2)} and (unwatched, 0) in responses
+    for key, pieces in reports.items():
+        whole, length = responses[key], 0
+        for piece in pieces:
+            assert piece.start == length and len(piece.tokens) == len(piece.logprobs) == len(piece.version) >= 1
+            length += len(piece.tokens)
+        assert len(pieces) >= 2 and length <= 28
+        for name in ("tokens", "logprobs", "version"):
+            joined = torch.cat([getattr(piece, name) for piece in pieces])
+            assert torch.equal(joined, getattr(whole, name)[:length]), name
+            assert joined.dtype == getattr(whole, name).dtype
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_response_across_a_publish_has_both_versions_and_the_log_probs_of_each(
+    subject: Subject, temperature: float
+) -> None:
+    engine = subject.engine
+    if not engine.capabilities.partial:
+        pytest.skip("the engine says that it cannot")
+    weight = subject.policy.model.get_decoder().norm.weight
+    before, version = weight.detach().clone(), engine.version
+    endless, sampling = Limits(max_response_tokens=28, end_tokens=()), Sampling(temperature=temperature)
+    batch = requests(5, 9, each=2)
+    handles = engine.submit(batch, sampling, endless)
+    while not engine.decode_briefly(handles).partial:
+        pass
+    scores = {}
+    try:
+        with torch.no_grad():
+            weight.mul_(1.5)
+        subject.publish(version + 1)
+        responses, _ = decode_until_idle(engine, 4)
+        for name, values in (("new", weight.detach().clone()), ("old", before)):
+            with torch.no_grad():
+                weight.copy_(values)
+            for (handle, place), response in responses.items():
+                prompt = batch[handles.index(handle)].prompt
+                scores[name, handle, place] = score_with_policy(subject.policy, prompt, response, temperature)
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+        subject.publish(version + 2)
+    for (handle, place), response in responses.items():
+        old = response.version == version
+        assert 0 < int(old.sum()) < 28 and set(response.version[~old].tolist()) == {version + 1}
+        assert bool(old[: int(old.sum())].all()), "the old version comes first"
+        expected = torch.where(old, scores["old", handle, place], scores["new", handle, place])
+        assert float((response.logprobs - expected).abs().max()) <= 1e-4
+        assert float((scores["old", handle, place] - scores["new", handle, place]).abs().max()) > 1e-2
 
 
 # Weights and versions

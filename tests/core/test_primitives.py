@@ -110,6 +110,18 @@ def test_histogram_quantiles_are_within_a_bin_of_the_exact_ones(values: list[flo
     assert low - abs(low) / 7 - 1e-30 <= quantile <= high + abs(high) / 7 + 1e-30
 
 
+def test_bars_hold_the_filled_bins_and_one_bin_for_each_gap() -> None:
+    values = torch.tensor([-0.01, -0.01, 1e-30, 0.02, 0.021, 3.0])
+    bars = Histogram.from_values(values, torch.ones(6, dtype=torch.bool)).bars()
+    assert bars["counts"] == [2, 0, 1, 0, 2, 0, 1]
+    edges = bars["edges"]
+    assert len(edges) == 8 and edges == sorted(set(edges)) and all(edge == float(f"{edge:.6g}") for edge in edges)
+    filled = [(low, high) for low, high, count in zip(edges, edges[1:], bars["counts"], strict=False) if count]
+    for low, high in filled:
+        assert high - low <= max(abs(low), abs(high)) / 8 * 1.001
+    assert all(any(low <= value <= high for low, high in filled) for value in values.tolist())
+
+
 def test_pieces_merge_as_if_they_had_been_one() -> None:
     values = torch.rand(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3 - 1
     ones = torch.ones((), dtype=torch.float64)

@@ -1,5 +1,6 @@
 """A browser and a dashboard over runs of every kind, for the tests of a file."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from tests.dashboard.browser import Browser, browser, dashboard
 from tests.dashboard.hostile import hostile_rollouts
-from tests.dashboard.pages import enter, make_run
+from tests.dashboard.pages import enter, make_run, step_record
 from tests.dashboard.synthetic import synthetic_run
 
 
@@ -31,6 +32,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "begun" / "config.toml").write_text("[training")
     (place / "begun" / "environment.json").write_text("")
     make_run(place, "live", 10)
+    silent = make_run(place, "silent", 0)
+    for step in range(1, 4):
+        silent.append_metrics(step_record(step, **{"reward/mean": 0.0}))
+    # Listed last: the newest four are drawn first.
+    os.utime(silent.metrics_path, (1, 1))
     return place
 
 
@@ -44,7 +50,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def dashboard_page(folder: Path, chromium: Browser) -> Iterator[Browser]:
     with dashboard(folder) as (_, address):
         chromium.open(address)
-        chromium.wait("document.querySelectorAll('#runs li').length === 5")
+        chromium.wait("document.querySelectorAll('#runs li').length === 6")
         chromium.wait("document.querySelector('.figures')?.dataset.ready")
         assert "key=" not in chromium.run("location.href")
         yield chromium

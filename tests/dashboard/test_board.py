@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 from legato.dashboard.board import configs, curves, findings
 from legato.dashboard.runs import Folder
 from legato.dashboard.stored import PORTION, Filter, list_rollouts, newest_measured_step, show_rollout
+from legato.errors import InputError
 from legato.health.rules import RULES
 from legato.records.directory import RunDirectory
+from legato.records.lock import hold_lock, is_locked
 from tests.dashboard.browser import dashboard
 from tests.dashboard.synthetic import synthetic_run
 from tests.proof.pages import numbers
@@ -128,7 +131,10 @@ def test_a_run_is_followed_while_it_is_written(tmp_path: Path) -> None:
     append(directory, range(1, 4))
     folder._searched_at = 0.0
     (run,) = folder.runs()
-    row = run.row()
+    # Only the lock tells a run that goes on from one that was killed a second ago.
+    assert run.row()["state"] == "no end recorded" and not run.row()["running"]
+    with hold_lock(directory):
+        row = run.row()
     assert (row["step"], row["running"], row["state"]) == (3, True, "running")
     assert curves_by_run(folder, "live")["live"]["x"] == [1, 2, 3]
     position = run.metrics.position
@@ -143,6 +149,28 @@ def test_a_run_is_followed_while_it_is_written(tmp_path: Path) -> None:
     directory.append_metrics({"kind": "end", "reason": "all steps done"})
     assert curves_by_run(folder, "live")["live"]["x"] == [1, 2, 3, 4, 5, 6]
     assert run.row()["state"] == "all steps done" and not run.row()["running"]
+
+
+def test_without_locks_a_run_goes_on_for_five_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory.create(tmp_path, "run")
+    append(directory, range(1, 2))
+    monkeypatch.setattr("legato.dashboard.runs.is_locked", lambda path: None)
+    (run,) = Folder(tmp_path).runs()
+    assert run.row()["running"]
+    os.utime(directory.metrics_path, (0, time.time() - 301))
+    assert run.row()["state"] == "no end recorded"
+
+
+def test_a_lock_is_seen_and_outlives_a_look(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "run")
+    assert is_locked(directory.path) is False
+    with hold_lock(directory):
+        assert is_locked(directory.path) is True
+        (directory.path / ".lock").unlink()
+        assert is_locked(directory.path) is True
+        with pytest.raises(InputError, match="in use by another process"), hold_lock(directory):
+            pass
+    assert is_locked(directory.path) is False and is_locked(tmp_path / "nothing") is None
 
 
 def test_a_resumed_run_is_read_again_from_where_it_was_cut(tmp_path: Path) -> None:
@@ -259,7 +287,41 @@ def test_runs_that_differ_in_the_seed_are_joined(tmp_path: Path) -> None:
         "low": [1, 2, 3, 4, 5],
         "high": [3, 4, 5, 6, 7],
         "breaks": [],
+        "last": 5,
     }
+
+
+def test_a_curve_has_the_last_step_of_its_run_and_every_key_a_title(tmp_path: Path) -> None:
+    """An evaluation every 5 steps ends at step 10 of 12: the share of the run is of 12."""
+    directory = RunDirectory.create(tmp_path, "run")
+    directory.append_metrics({"kind": "warm-up", "step": 40, "loss": 1.0})
+    for step in range(1, 13):
+        directory.append_metrics({"kind": "step", "step": step, "reward/mean": 0.5, "<b>/odd_key": 1})
+    directory.append_metrics({"kind": "evaluation", "step": 10, "eval/accuracy_sampled": 0.5})
+    answer = curves(Folder(tmp_path), ["run"], ["reward/mean", "eval/accuracy_sampled", "loss"], 300, join=False)
+    assert {each["key"]: each["last"] for each in answer["curves"]} == {
+        "reward/mean": 12,
+        "eval/accuracy_sampled": 12,
+        "loss": 40,
+    }
+    assert set(answer["titles"]) == set(answer["keys"])
+    assert answer["titles"]["eval/accuracy_sampled"] == "Held-out accuracy, sampled"
+    assert answer["titles"]["<b>/odd_key"] == "<b> odd key"
+
+
+def test_equal_findings_of_a_run_are_one_with_all_its_steps(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        directory = RunDirectory.create(tmp_path, name)
+        directory.append_metrics({"kind": "start"})
+        for step in (9, 3):
+            directory.health.append({"kind": "finding", "step": step, "level": "note", "rule": "drift", "words": "it moves"})
+    directory.health.append({"kind": "finding", "step": 4, "level": "note", "rule": "drift", "words": "it stays"})
+    rows = findings(Folder(tmp_path), ["a", "b"])
+    assert sorted((row["run"], row["words"], row["step"], row["steps"]) for row in rows) == [
+        ("a", "it moves", 9, [3, 9]),
+        ("b", "it moves", 9, [3, 9]),
+        ("b", "it stays", 4, [4]),
+    ]
 
 
 def test_configs_are_compared_option_by_option(tmp_path: Path) -> None:

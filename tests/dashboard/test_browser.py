@@ -70,6 +70,47 @@ def test_a_quantity_is_added_and_drawn_on_a_logarithmic_axis(page: Browser) -> N
     page.wait("document.querySelector('figure[data-key=\"clip/band_low\"] .plot').layout.yaxis.type === 'log'")
 
 
+def test_a_logarithmic_axis_without_a_value_above_zero_is_linear_and_says_so(page: Browser) -> None:
+    choose(page, "silent")
+    page.wait(f"{curves(page, 'reward/mean')}.length === 1")
+    figure = "document.querySelector('figure[data-key=\"reward/mean\"]')"
+    page.run(f"{figure}.querySelector('button[title^=Logarithmic]').click()")
+    page.wait(f"{figure}.querySelector('figcaption').textContent.includes('the axis is linear')")
+    assert page.run(f"{figure}.querySelector('.plot').layout.yaxis.type") == "linear"
+    page.run(f"{figure}.querySelector('button[title^=Logarithmic]').click()")
+    assert page.run(f"{figure}.querySelector('figcaption').textContent") == ""
+
+
+def test_a_short_run_is_as_wide_as_a_long_one_over_shares_of_the_run(page: Browser) -> None:
+    choose(page, "live", "whole")
+    page.wait(f"{curves(page)}.length === 2")
+    enter(page, "document.getElementById('axis')", "share")
+    assert page.run(f"{curves(page)}.map(t => t.x.at(-1))") == [1, 1]
+    enter(page, "document.getElementById('axis')", "steps")
+    assert 60 in page.run(f"{curves(page)}.map(t => t.x.at(-1))")
+
+
+def test_curves_are_smoothed_and_evaluations_are_not(page: Browser) -> None:
+    choose(page, "whole")
+    page.wait("document.querySelector('.figures')?.dataset.ready")
+    ends = f"[{curves(page)}, {curves(page, 'eval/accuracy_sampled')}].map(t => [t[0].y[0], t[0].y.at(-1)])"
+    before = page.run(ends)
+    enter(page, "document.getElementById('smooth')", "15")
+    after = page.run(ends)
+    assert after[0] != before[0] and after[1] == before[1]
+    enter(page, "document.getElementById('smooth')", "1")
+
+
+def test_titles_are_words_with_the_key_beside(page: Browser) -> None:
+    choose(page, "whole")
+    page.wait(f"{curves(page)}.length === 1")
+    texts = page.run(
+        "(f => [f.querySelector('h3').textContent, f.querySelector('.keys').textContent])"
+        "(document.querySelector('figure[data-key=\"clip/sequences\"]'))"
+    )
+    assert texts == ["Clipped responses", "clip/sequences"]
+
+
 def test_findings_are_listed_and_marked(page: Browser) -> None:
     choose(page, "<img")
     plot = "document.querySelector('figure[data-key=\"reward/mean\"] .plot')"
@@ -192,6 +233,31 @@ def test_two_hundred_runs_are_listed_and_drawn_in_one_figure(chromium: Browser, 
         chromium.press("a")
         chromium.wait(f"{curves(chromium)}.length === 200")
         assert chromium.complaints() == []
+
+
+def test_an_address_with_a_view_opens_that_view_through_either_page_of_the_key(chromium: Browser, tmp_path: Path) -> None:
+    """The printed address carries the view behind it; a bookmarked view asks for the key and goes on to that view."""
+    for name in ("one", "two", "three"):
+        make_run(tmp_path, name, 3)
+    chosen = "[...document.querySelectorAll('#runs li')].filter(e => e.querySelector('input').checked).map(e => e.innerText)"
+    with dashboard(tmp_path) as (process, address):
+        chromium.open(address + "#tab=configs&run=two")
+        chromium.wait("document.querySelector('#tab-configs')?.getAttribute('aria-selected') === 'true'")
+        assert [each.startswith("two") for each in chromium.run(chosen)] == [True]
+        chromium.run("void (location.hash = 'tab=health&run=three')")
+        chromium.wait("document.querySelector('#tab-health').getAttribute('aria-selected') === 'true'")
+        assert [each.startswith("three") for each in chromium.run(chosen)] == [True]
+        assert process.stdout is not None
+        key_again = process.stdout.readline().split()[-1]
+        chromium.ask("Network.clearBrowserCookies")
+        chromium.open("about:blank")
+        chromium.wait("location.href === 'about:blank'")
+        chromium.open(address.partition("?")[0] + "#tab=configs&run=one")
+        chromium.wait("document.querySelector('form input')")
+        chromium.run(f"(document.querySelector('input').value = '{key_again}', document.querySelector('button').click())")
+        chromium.wait("document.querySelector('#tab-configs')?.getAttribute('aria-selected') === 'true'")
+        assert [each.startswith("one") for each in chromium.run(chosen)] == [True]
+        assert "key=" not in chromium.run("location.href")
 
 
 def test_the_report_draws_and_saves_offline(chromium: Browser, tmp_path: Path) -> None:

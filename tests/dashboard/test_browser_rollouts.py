@@ -75,6 +75,28 @@ def test_a_group_is_shown_with_its_advantages(page: Browser) -> None:
     page.wait("document.getElementById('text').textContent === 'no'")
 
 
+def test_on_a_narrow_page_a_rollout_takes_the_place_of_the_list(page: Browser) -> None:
+    visible = "['list', 'detail'].map(id => document.getElementById(id).offsetParent !== null)"
+    page.ask("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
+    try:
+        open_rollouts(page)
+        page.wait("document.querySelectorAll('#list tr.row').length === 3")
+        assert page.run(visible) == [True, False]
+        page.run("document.querySelectorAll('#list tr.row')[1].click()")
+        page.wait("document.getElementById('text')?.textContent === 'no'")
+        assert page.run(visible) == [False, True]
+        page.wait("document.getElementById('detail').getBoundingClientRect().top < 900")
+        assert page.run("document.documentElement.scrollWidth <= innerWidth"), "nothing is beyond the edge"
+        button = "[...document.querySelectorAll('.pages button')].find(b => b.textContent.includes('{}'))"
+        page.run(button.format("Before") + ".click()")
+        page.wait("document.getElementById('text').textContent !== 'no'")
+        page.run(button.format("All") + ".click()")
+        assert page.run(visible) == [True, False]
+    finally:
+        page.ask("Emulation.clearDeviceMetricsOverride")
+    assert page.run(visible) == [True, True]
+
+
 def test_rollouts_are_searched_and_filtered(page: Browser) -> None:
     open_rollouts(page)
     page.wait("document.getElementById('list').dataset.count === '3'")

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from legato.pages.report import write_report
-from legato.pages.several import arms, write_several
+from legato.pages.several import _label_arms, arms, write_several
 from legato.pages.token_figures import measured_responses, token_figures
-from legato.pages.traces import Figure
+from legato.pages.traces import Figure, line, logarithmic
+from legato.pages.traces import figure as make_figure
 from legato.records.directory import RunDirectory
 from tests.dashboard.synthetic import synthetic_run
 
@@ -115,7 +116,7 @@ def test_histograms_hold_every_token_and_every_response(tmp_path: Path) -> None:
 
 
 def test_the_strip_shows_a_response_token_by_token(tmp_path: Path) -> None:
-    figure = figures(write_run(tmp_path, [response([0.5, -0.25, 0.0])]))["Token strip"]
+    figure = figures(write_run(tmp_path, [response([0.5, -0.25, 0.0])]))["One response, token by token"]
     free, silent, whole = figure.data
     assert (free["x"], free["y"], silent["x"], silent["y"]) == ([1, 3], [0.5, 0.0], [2], [-0.25])
     assert whole["y"] == pytest.approx([0.25 / 3] * 2, rel=1e-5)
@@ -129,14 +130,14 @@ def test_the_report_has_the_token_figures_and_damaged_rollouts_do_not_stop_it(tm
     directory.write_rollouts(30, rows)
     titles = [each["title"] for each in read_figures(write_report(directory))]
     for title in (
-        "Clip fraction, logarithmic",
+        "Clip fraction, logarithmic axis",
         "Ratios of tokens and of responses",
         "Variance against length",
-        "Token strip",
+        "One response, token by token",
     ):
         assert title in titles
     directory.rollouts_path(30).write_bytes(b"torn")
-    assert "Token strip" not in [each["title"] for each in read_figures(write_report(directory))]
+    assert "One response, token by token" not in [each["title"] for each in read_figures(write_report(directory))]
 
 
 def read_figures(page: Path) -> list[dict[str, Any]]:
@@ -157,14 +158,29 @@ def test_seeds_are_one_arm_with_a_band_and_arms_have_cost_bars(tmp_path: Path) -
             directory.append_metrics({"kind": "step", "step": step, "reward/mean": height, "clip/tokens": 0.0, **times})
         directories.append(directory)
     by_title = {each["title"]: each for each in read_figures(write_several(directories, tmp_path / "page.html"))}
-    assert set(by_title) == {"Reward", "Cost of a step"}
+    assert set(by_title) == {"Reward", "Clipped tokens", "Cost of a step"}
+    assert "type" not in by_title["Clipped tokens"]["layout"]["yaxis"], (
+        "nothing is clipped: a logarithmic axis would be empty"
+    )
+    assert "axis is linear" in (tmp_path / "page.html").read_text()
     low, high, mean, other = by_title["Reward"]["data"]
     assert (low["y"], high["y"], mean["y"], other["y"]) == ([1.0] * 3, [2.0] * 3, [1.5] * 3, [5.0] * 3)
-    assert (mean["name"], other["name"]) == ("a and 1 more", "c"), "the legend names runs"
-    (arm,) = re.findall("<b>a and 1 more</b>(.*?)<", (tmp_path / "page.html").read_text())
+    label = "grpo, training.routing_replay=off, 2 seeds"
+    assert (mean["name"], other["name"]) == (label, "c"), "the legend names runs"
+    (arm,) = re.findall(f"<b>{label}</b>(.*?)<", (tmp_path / "page.html").read_text())
     assert "grpo" in arm and "training.routing_replay=off" in arm and arm.endswith("a, b")
     # Steps 2 and 3 of seeds 1 and 2: (2.5 + 5) / 2; the first step sets things up.
     assert [trace["y"] for trace in by_title["Cost of a step"]["data"]] == [[3.75, 12.5]] * 3
+
+
+def test_an_arm_is_labelled_by_what_the_names_of_its_runs_share(tmp_path: Path) -> None:
+    runs = {
+        name: RunDirectory(tmp_path / name) for name in ("grpo-seed0", "grpo-seed1", "sum-gspo-seed0-1", "sum-gspo-seed1-2")
+    }
+    groups = {"grpo": ["grpo-seed0", "grpo-seed1"], "gspo": ["sum-gspo-seed0-1", "sum-gspo-seed1-2"]}
+    assert list(_label_arms(groups, runs)) == ["grpo, 2 seeds", "sum-gspo, 2 seeds"]
+    again = {"one": ["grpo-seed0"], "same": ["grpo-seed0"], **groups}
+    assert list(_label_arms(again, runs))[:3] == ["grpo-seed0", "grpo-seed0 (2)", "grpo, 2 seeds"]
 
 
 def seeds_of(parent: Path, arms: dict[str, list[list[dict[str, Any]]]]) -> list[RunDirectory]:
@@ -187,6 +203,23 @@ def test_seeds_that_clip_nothing_count_in_a_mean_on_a_logarithmic_axis(tmp_path:
     low, high, mean = by_title["Clipped tokens"]["data"]
     assert mean["y"] == [None, 0.01, 0.02]
     assert (low["y"], high["y"]) == ([0.01, 0.01, 0.01], [0.01, 0.02, 0.04])
+
+
+def test_a_point_between_gaps_of_a_logarithmic_axis_has_a_marker() -> None:
+    y = [0.0, 0.1, 0.0, 0.2, 0.3]
+    drawn = make_figure("clipped", "", [line([1, 2, 3, 4, 5], y, "a", "#000000")], logarithmic("share"))
+    assert drawn is not None
+    assert drawn.data[0]["y"] == [None, 0.1, None, 0.2, 0.3] and drawn.data[0]["mode"] == "lines+markers"
+    assert make_figure("clipped", "", [line([1, 2], [None, None], "a", "#000000")], logarithmic("share")) is None
+
+
+def test_curves_of_an_arm_have_its_last_step_in_every_figure(tmp_path: Path) -> None:
+    """An axis of shares divides by it, so that a short run is as wide as a long one."""
+    runs = seeds_of(tmp_path, {"off": [[{"reward/mean": 0.5}] * 40], "R2": [[{"reward/mean": 0.5}] * 4]})
+    runs[0].append_metrics({"kind": "evaluation", "step": 30, "eval/accuracy_sampled": 0.5})
+    drawn = read_figures(write_several(runs, tmp_path / "page.html"))
+    lasts = {each["title"]: [trace["meta"]["last"] for trace in each["data"]] for each in drawn}
+    assert lasts == {"Held-out accuracy": [40], "Reward": [40, 4]}
 
 
 def test_mixtures_have_the_cost_of_routing_for_as_many_tokens(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The report of a run: one file that fetches nothing and runs nothing from a model's text."""
 
 import base64
+import gzip
 import hashlib
 import json
 import math
@@ -15,9 +16,13 @@ import pytest
 from plotly import graph_objects
 from plotly.offline import get_plotlyjs
 
+from legato.pages.comparison_figures import swept_axis
 from legato.pages.figures import figures
 from legato.pages.legible import legible, shorten
+from legato.pages.page import cell
+from legato.pages.page import page as make_page
 from legato.pages.report import duration, probe_words, write_report
+from legato.pages.traces import Figure
 from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
 from tests.dashboard.synthetic import synthetic_run
@@ -93,10 +98,10 @@ def test_the_report_has_every_figure_and_plotly_accepts_each(run: RunDirectory, 
     assert titles >= {
         "Accuracy",
         "Reward",
-        "Lengths",
+        "Length of responses",
         "Entropy",
-        "Clipped",
-        "Sequence ratios",
+        "Clipped responses",
+        "Ratios of responses",
         "Gradient norm",
         "Time of a step",
     }
@@ -110,10 +115,10 @@ def test_the_report_has_every_figure_and_plotly_accepts_each(run: RunDirectory, 
 
 def test_clip_fractions_stand_by_update_and_ratios_first_and_last(run: RunDirectory) -> None:
     drawn = {figure.title: figure for figure in figures(run.metrics())}
-    assert [trace["name"] for trace in drawn["Clipped"].data] == ["update 1", "update 2", "update 3", "update 4"]
-    assert [trace["name"] for trace in drawn["Sequence ratios"].data] == ["step 1", "step 191"]
-    assert all(abs(sum(trace["y"]) - 1) < 0.02 for trace in drawn["Sequence ratios"].data)
-    edges = [shape["x0"] for shape in drawn["Sequence ratios"].layout["shapes"]]
+    assert [trace["name"] for trace in drawn["Clipped responses"].data] == ["update 1", "update 2", "update 3", "update 4"]
+    assert [trace["name"] for trace in drawn["Ratios of responses"].data] == ["step 1", "step 191"]
+    assert all(abs(sum(trace["y"]) - 1) < 0.02 for trace in drawn["Ratios of responses"].data)
+    edges = [shape["x0"] for shape in drawn["Ratios of responses"].layout["shapes"]]
     assert edges == pytest.approx([math.log1p(-3e-4), math.log1p(4e-4)])
 
 
@@ -136,16 +141,21 @@ def test_the_report_loads_nothing_from_a_server(report: Reader) -> None:
     assert not {tag for tag, _ in report.tags} & {"link", "img", "iframe", "object", "base", "form"}
 
 
-def test_only_its_own_two_scripts_may_run(report: Reader) -> None:
+def test_the_report_is_small(run: RunDirectory, report: Reader) -> None:
+    assert run.report_path.stat().st_size < 2.5e6 < len(get_plotlyjs())
+
+
+def test_only_its_own_scripts_may_run(report: Reader) -> None:
     policy = next(attributes["content"] for tag, attributes in report.tags if "http-equiv" in attributes)
     assert policy is not None
     assert "default-src 'none'" in policy
     allowed = re.search(r"script-src ([^;]*);", policy)
     assert allowed is not None
-    data, *scripts = report.scripts
+    data, packed, drawing, unpacking = report.scripts
     assert json.loads(data)
-    assert len(scripts) == 2
-    assert scripts[0] == get_plotlyjs()
+    plotly = gzip.decompress(base64.b64decode(packed)).decode()
+    assert plotly == get_plotlyjs()
+    scripts = (plotly, drawing, unpacking)
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     assert allowed.group(1) == " ".join(f"'sha256-{digest}'" for digest in digests)
 
@@ -167,7 +177,7 @@ def test_hostile_text_is_shown_and_not_executed(tmp_path: Path) -> None:
     directory.write_config(f"# {evil[:-3]}")
     page = read_page(write_report(directory))
     assert {tag for tag, _ in page.tags} == {tag for tag, _ in clean.tags}
-    assert len(page.scripts) == 3
+    assert len(page.scripts) == 4
     assert not [attributes for _, attributes in page.tags if "onerror" in attributes]
     assert r"</pre></script><script>alert(1)</script>" in page.text
     assert r"\u202egnp.exe\x1b[2J\x00\ud800\u2028" in page.text
@@ -279,6 +289,48 @@ def test_findings_and_recoveries_are_counted_and_shown_as_escaped_text(tmp_path:
     text = write_report(directory).read_text()
     assert "1 alarm, 1 recovery" in text
     assert "it &lt;b&gt;moves&lt;/b&gt;" in text and "evidence/step-000001" in text and "back to step 0" in text
+
+
+def test_the_head_counts_the_notes_below_it_and_equal_ones_are_one_line(tmp_path: Path) -> None:
+    directory = small_run(tmp_path, {"kind": "step", "step": 1, "reward/mean": 0.5})
+    for step in (298, 364, 442):
+        directory.health.append({"kind": "finding", "level": "note", "step": step, "rule": "drift", "words": "it moves"})
+    text = read_page(write_report(directory)).text
+    assert "health 3 notes" in text and "nothing found" not in text
+    assert "note 3 times, steps 298 to 442: it moves" in text and text.count("it moves") == 1
+
+
+def test_no_figure_is_alone_in_half_a_row() -> None:
+    def place(*wide: bool) -> list[bool]:
+        drawn = [Figure(title=str(n), caption="", data=[], layout={}, wide=each) for n, each in enumerate(wide)]
+        text = make_page(title="", head="", body="", drawn=drawn, plotly="")
+        return [name == "card wide" for name in re.findall('figure class="([^"]*)"', text)]
+
+    assert place(True, False, False, False, True, False) == [True, False, False, True, True, True]
+
+
+def test_a_page_without_figures_says_why_or_has_no_such_section() -> None:
+    def text(**words: str) -> str:
+        return make_page(title="", head="", body="", drawn=[], plotly="", **words)
+
+    assert "No step has been recorded yet." in text()
+    assert "<h2>Curves</h2>" not in text(no_figures="") and "when it has ended" in text(no_figures="when it has ended")
+
+
+def test_the_axis_of_a_sweep_has_labels_at_its_values_and_is_logarithmic_only_above_zero() -> None:
+    axis = swept_axis("training.lr", [4e-3, 1e-3, 1e-3])
+    assert (axis["type"], axis["tickvals"], axis["ticktext"]) == ("log", [1e-3, 4e-3], ["0.001", "0.004"])
+    assert swept_axis("noise", [0.0, 0.1, 0.5])["type"] == "linear"
+
+
+def test_sentences_in_tables_are_wrapped_and_numbers_are_not() -> None:
+    assert cell("12.5 %") == "<td>12.5 %</td>" and cell("differs", "bad") == '<td class="bad">differs</td>'
+    assert cell("a sentence that is far too long for a line of a table").startswith('<td class="prose">')
+
+
+def test_titles_of_figures_are_words_with_their_metrics_beside(report: Reader) -> None:
+    assert "Clipped responses clip/sequences" in report.text
+    assert "Accuracy eval/accuracy_sampled, eval/accuracy_greedy, accuracy/mean" in report.text
 
 
 def test_a_run_without_findings_shows_none(tmp_path: Path) -> None:

@@ -24,6 +24,14 @@ def summarise_records(*records: dict[str, object]) -> Summary:
     return summarise(records, "folder")
 
 
+def test_the_seconds_are_those_of_all_sessions() -> None:
+    step, saved = {"kind": "step", "step": 1, "time/step_seconds": 2.0}, {"kind": "checkpoint", "step": 1, "seconds": 30.0}
+    assert summarise_records(step, saved, step).seconds == 32.0
+    assert summarise_records(step, saved, step, {"kind": "end", "reason": "done", "seconds": 35.0}).seconds == 35.0
+    # The end record of an older version counts only the last session.
+    assert summarise_records(*[step] * 8, {"kind": "end", "reason": "done", "seconds": 3.0}).seconds == 16.0
+
+
 def test_a_run_is_summarised(tmp_path: Path) -> None:
     result = summary(synthetic_run(tmp_path))
     assert (result.name, result.algorithm, result.steps, result.seconds) == ("arithmetic-tiny-gspo", "gspo", 200, 198.4)

@@ -175,7 +175,6 @@ def test_a_record_holds_every_read_token_at_its_index_in_the_texts(packing: bool
     assert int((record.tokens >= 0).sum()) == read
 
 
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern")
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("lora", [False, True])
 def test_layers_recomputed_in_the_backward_are_recorded_once(packing: bool, lora: bool) -> None:

@@ -63,7 +63,7 @@ def all_directions(policy: Policy) -> dict[str, Directions]:
     ("name", "checkpointing"),
     [
         ("qwen3-moe", False),
-        ("mixtral", True),
+        pytest.param("mixtral", True, marks=pytest.mark.slow),
         pytest.param("qwen3-moe", True, marks=pytest.mark.slow),
         pytest.param("mixtral", False, marks=pytest.mark.slow),
     ],

@@ -251,7 +251,6 @@ def test_a_saved_mixture_loads_as_an_ordinary_model_folder(shape: str, tmp_path:
 
 
 # peft expects experts that are linear layers, and warns about these.
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
 def test_saved_adapters_load_onto_the_same_mixture(tmp_path: Path) -> None:
     loading = Loading(device="cpu", dtype="float32", upcycle=Upcycling(experts=3, noise=0.1), lora=Lora(rank=2))
     dense = dense_model("LlamaConfig", {})

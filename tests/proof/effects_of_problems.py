@@ -2,16 +2,20 @@
 
 import asyncio
 import json
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from legato.config.load import load
 from legato.core.rollout import Problem, Unscorable
+from legato.errors import InputError
 from legato.policy.model.tiny import character_tokenizer
 from legato.rewards.separate import SeparateReward
 from legato.run import wire
+from legato.workers.pool import Workers
 from tests.proof import turns, verdicts
 from tests.proof.effects import Bench, effect, rollout, score_text
 from tests.proof.runs import SMALL
@@ -183,8 +187,20 @@ def a_limit_of_time(bench: Bench) -> None:
 @effect("reward.separate_process")
 def a_process_for_the_reward(bench: Bench) -> None:
     config = load([], (), {**SMALL, "reward.separate_process": True, "reward.kind": f"{verdicts.__file__}:odd"}).config
-    [component] = wire.reward_of(config, wire.Given()).components.values()
+    with mock.patch.object(Workers, "ask", return_value={"batch": False, "code": []}):  # a real worker imports torch
+        [component] = wire.reward_of(config, wire.Given()).components.values()
     assert isinstance(component.reward, SeparateReward) and component.reward.seconds == 600
+
+
+@effect("task.timeout_seconds")
+def a_limit_of_time_for_tasks(bench: Bench) -> None:
+    class Slow:
+        def problem(self, random: Any) -> Any:
+            time.sleep(5)
+
+    config = load([], (), {**SMALL, "task.timeout_seconds": 0.05}).config
+    with pytest.raises(InputError, match=r"got timed out after 0\.05 s \(problem\(random\) of problems\)"):
+        wire.source_of(config, wire.Given(problems=Slow())).training(0)
 
 
 # The policy

@@ -1,7 +1,9 @@
 """rollouts.*, training.*, evaluation.* and output.*: what they do."""
 
+import io
 import math
 import sys
+import threading
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +17,11 @@ from legato.rollouts import local_kind
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.gpu import budget
 from legato.rollouts.sampling import Sampling
+from legato.run import wire
+from legato.run.display import PlainDisplay
+from legato.training import checkpoint
 from tests.proof import verdicts
-from tests.proof.effects import Bench, effect
+from tests.proof.effects import Bench, effect, rollout
 
 EARLY = {"reward.kind": f"{verdicts.__file__}:early"}
 
@@ -334,6 +339,76 @@ def the_temperature_of_an_evaluation(bench: Bench) -> None:
     assert warm["eval/accuracy_sampled"] != cold["eval/accuracy_sampled"]
 
 
+def even(rollout: Any) -> float:
+    return float(int(rollout.tokens[0]) % 2 == 0)
+
+
+REVERSED: dict[str, Any] = {"task": {"kind": "reversal", "length": 2}, "reward": f"{__file__}:even", "problems": 3}
+
+
+def sets_of(bench: Bench, *sets: dict[str, Any]) -> list[Any]:
+    """The evaluation sets of a run that is not started."""
+    options = {"evaluation.sets": [{"name": f"set{place}", **REVERSED, **each} for place, each in enumerate(sets)]}
+    run = bench.build_run({**options, "policy.max_prompt_tokens": 64})
+    return wire.sets_of(run.config, run.policy, run.collector.runner, run.collector.judge)
+
+
+@effect(
+    "evaluation.sets",
+    "evaluation.sets.NAME.task.kind",
+    "evaluation.sets.NAME.task.OPTION",
+    "evaluation.sets.NAME.problems",
+    "evaluation.sets.NAME.samples_per_problem",
+    "evaluation.sets.NAME.every_steps",
+    "evaluation.sets.NAME.temperature",
+    "evaluation.sets.NAME.top_p",
+    "evaluation.sets.NAME.max_response_tokens",
+)
+def an_evaluation_set(bench: Bench) -> None:
+    changed = {
+        "task": {"kind": "reversal", "length": 4},
+        "problems": 2,
+        "samples_per_problem": 8,
+        "every_steps": 7,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "max_response_tokens": 9,
+    }
+    plain, other, added = sets_of(bench, {}, changed, {"task": {"kind": "arithmetic"}})
+    assert [len(each.problems) for each in (plain, other)] == [3, 2]
+    assert [len(each.problems[0].prompt) for each in (plain, other)] == [3, 5] and "+" in added.problems[0].prompt
+    assert [each.samples for each in (plain, other)] == [1, 8]
+    assert [each.is_due(7, last=False) for each in (plain, other)] == [False, True]
+    assert [each.is_due(3, last=True) for each in (plain, other)] == [True, True]
+    assert [(each.sampling.temperature, each.sampling.top_p) for each in (plain, other)] == [(1.0, 1.0), (0.0, 0.5)]
+    assert [each.limits.max_response_tokens for each in (plain, other)] == [3, 9]
+
+
+@effect("evaluation.sets.NAME.reward", "evaluation.sets.NAME.reward.kind", "evaluation.sets.NAME.reward.OPTION")
+def the_reward_of_a_set(bench: Bench) -> None:
+    loose = {"kind": "number", "tolerance": 1.0}
+    file = bench.folder / "a.jsonl"
+    file.write_text('{"problem": "6*7=", "answer": "42"}')
+    usual = {"task": {"kind": "aime-24", "path": str(file), "instruction": False}, "reward": False}
+    judges = [each.judge for each in sets_of(bench, {"reward": "exact"}, {"reward": loose}, usual, {"reward": False})]
+    # In turn: to the letter, about as much, the final answer, and the reward of the run: the last number.
+    for text, scores in (
+        ("42", [1, 1, 1, 1]),
+        ("so 42", [0, 1, 0, 1]),
+        ("43", [0, 1, 0, 0]),
+        (r"\boxed{42}", [0, 1, 1, 1]),
+    ):
+        assert [judge([rollout(text)])[0].accuracy for judge in judges] == scores
+
+
+@effect("evaluation.best_metric")
+def what_the_best_checkpoint_is_chosen_by(bench: Bench) -> None:
+    sets = [{"name": "mine", **REVERSED, "samples_per_problem": 2}]
+    run = bench.run({"evaluation.sets": sets, "evaluation.best_metric": "eval/mine/pass@2", "evaluation.every_steps": 1})
+    assert run.metrics[-1]["best"]["metric"] == "eval/mine/pass@2"
+    assert "best" not in bench.run({"evaluation.sets": sets}).metrics[-1]
+
+
 @effect("evaluation.target", "evaluation.target_greedy")
 def a_target(bench: Bench) -> None:
     for name in ("target", "target_greedy"):
@@ -363,6 +438,23 @@ def which_checkpoints_stay(bench: Bench) -> None:
     assert kept(0, 9) == [5]
 
 
+@effect("output.save_in_background")
+def which_thread_writes_checkpoints(bench: Bench) -> None:
+    def threads(wanted: str) -> set[str]:
+        seen, write = set[str](), checkpoint.write_share
+        with pytest.MonkeyPatch.context() as patch:
+            watch = lambda *each: (seen.add(threading.current_thread().name), write(*each))[1]  # noqa: E731
+            patch.setattr(checkpoint, "write_share", watch)
+            options = {"output.save_in_background": wanted, "output.checkpoint_every_steps": 1, "training.steps": 3}
+            run = bench.run(options)
+        assert RunDirectory.open(run.folder).checkpoint_steps()[-1] == 3
+        checkpoint.verify(run.folder / "checkpoints" / "step-000003")
+        return seen
+
+    assert threads("on") == {"checkpoint"}
+    assert threads("off") == threads("auto") == {threading.current_thread().name}
+
+
 @effect("output.rollouts_every_steps", "output.rollout_tokens")
 def which_rollouts_are_written(bench: Bench) -> None:
     directory = RunDirectory.open(bench.run({"output.rollouts_every_steps": 2, "training.steps": 5}).folder)
@@ -374,6 +466,19 @@ def which_rollouts_are_written(bench: Bench) -> None:
         assert all(row.get("held_out") for step in never.rollout_steps() for row in never.read_rollouts(step))
     few = RunDirectory.open(bench.run({"output.rollout_tokens": 9, "training.steps": 2}).folder).read_rollouts(1)
     assert sum(len(row["details"]["pieces"]) for row in few if "details" in row) == 9
+
+
+@effect("output.log_every_steps", "output.log_every_seconds")
+def when_a_line_is_printed(bench: Bench) -> None:
+    def printed(steps: int, seconds: float) -> list[str]:
+        stream = io.StringIO()
+        options = {"output.log_every_steps": steps, "output.log_every_seconds": seconds, "training.steps": 4}
+        bench.run(options, watcher=PlainDisplay(stream))
+        return [line.split()[1] for line in stream.getvalue().splitlines() if line.startswith("step ")]
+
+    assert printed(2, 0.0) == ["1/4", "2/4", "4/4"]
+    assert printed(0, 0.0) == ["1/4", "4/4"]
+    assert printed(0, 1e-9) == ["1/4", "2/4", "3/4", "4/4"]
 
 
 @effect("output.tensorboard")
@@ -390,12 +495,28 @@ def a_run_at_weights_and_biases(bench: Bench) -> None:
     def init(**settings: Any) -> SimpleNamespace:
         arguments.update(settings)
         quiet = {"define_metric": lambda name, step_metric: None, "finish": lambda: None}
-        return SimpleNamespace(log=lambda metrics: logged.append(metrics["step"]), **quiet)
+        return SimpleNamespace(log=lambda metrics: logged.append(metrics["step"]), id="abc", **quiet)
 
-    bench.patch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    bench.patch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Table=lambda columns, data: data))
     bench.run({"output.wandb": True, "output.project": "mine", "output.tags": ["a", "b"]})
     assert (arguments["project"], arguments["tags"], arguments["name"]) == ("mine", ["a", "b"], "run")
     assert 1 in logged
+    arguments.clear()
+    bench.run()
+    assert not arguments
+
+
+@effect("output.trackio")
+def a_run_at_trackio(bench: Bench) -> None:
+    arguments, logged = dict[str, Any](), list[int]()
+
+    def init(**settings: Any) -> SimpleNamespace:
+        arguments.update(settings)
+        return SimpleNamespace(log=lambda metrics, step: logged.append(step), finish=lambda: None)
+
+    bench.patch.setitem(sys.modules, "trackio", SimpleNamespace(init=init, Table=lambda columns, data: data))
+    bench.run({"output.trackio": True, "output.project": "mine"})
+    assert arguments["project"] == "mine" and arguments["name"].startswith("run-") and 1 in logged
     arguments.clear()
     bench.run()
     assert not arguments

@@ -19,7 +19,8 @@ def test_only_training_knows_of_ranks_and_nobody_of_pickles() -> None:
     """import-linter cannot name a sub-package of torch."""
     for path in SOURCES:
         assert not re.search(r"import pickle|torch\.load|torch\.save", path.read_text()), path
-        assert "training" in path.parts or "torch.distributed" not in path.read_text(), path
+        starts = path.name == "processes.py"  # --processes starts torchrun
+        assert starts or "training" in path.parts or "torch.distributed" not in path.read_text(), path
 
 
 def test_architecture_is_under_150_lines() -> None:

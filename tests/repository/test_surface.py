@@ -52,9 +52,13 @@ SIGNATURES = {
         "algorithm=None",
         "*",
         "recipe=()",
+        "trl=None",
         "tokenizer=None",
         "callback=None",
         "watcher=None",
+        "resume_if_exists=False",
+        "allow_changes=False",
+        "progress=True",
         "options",
     ),
     "advantages": (
@@ -85,7 +89,7 @@ MEMBERS = {
         *("problem", "rollout_id", "prompt_tokens", "tokens", "sampler_logprobs", "version", "text", "stop", "temperature"),
         *("mask", "turn", "author", "kept_logmass", "routes", "turn_rewards", "turn_states", "dialogue", "fault"),
     },
-    "Run": {"directory", "accuracy", "accuracy_greedy", "model_folder", "reason", "exit_code"},
+    "Run": {"directory", "accuracy", "accuracy_greedy", "model_folder", "reason", "exit_code", "rank"},
     "Unscorable": {"reason"},
 }  # fmt: skip
 

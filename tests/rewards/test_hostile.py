@@ -5,7 +5,9 @@ import contextlib
 import hashlib
 import itertools
 import os
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -23,10 +25,11 @@ import torch
 from legato.core import importing, user_code
 from legato.core.importing import import_object
 from legato.core.rollout import Problem, Rollout, Routes, Score, Unscorable
-from legato.core.user_code import RUN, StoppedAtOnce, StopRequestedError, UserCode
+from legato.core.user_code import RUN, OverdueError, StoppedAtOnce, StopRequestedError, UserCode
 from legato.errors import LONGEST_TEXT, InputError
-from legato.rewards import scoring
+from legato.rewards import scoring, verifiers
 from legato.rewards.scoring import Component, WeightedSum, batched, judge, judge_all
+from legato.rewards.verifiers import NumberMatch
 from tests.proof.responses import response
 
 ROLLOUT = response(Problem(prompt="?", answer="42", fields={"numbers": [1, 2]}), "42", 3)
@@ -257,6 +260,94 @@ def test_the_run_is_saved_without_a_call_that_cannot_be_interrupted(impatient: N
     assert rescued[0] == ("stopped by SIGTERM while the reward did not return", 143)
 
 
+def test_code_that_holds_the_lock_and_looks_for_signals_has_a_deadline(impatient: None) -> None:
+    """`re` never lets another thread run. This pattern takes a minute."""
+    start = time.monotonic()
+    pattern, text = re.compile(r"(a+)+$"), "a" * 30 + "b"
+    verdict = judge_all(lambda rollout: bool(pattern.match(text)), [ROLLOUT], timeout_seconds=0.2)
+    assert verdict == [Unscorable("timed out after 0.2 s")]
+    assert time.monotonic() - start < 10
+
+
+def test_no_exception_is_raised_in_a_thread_after_its_call() -> None:
+    escaped: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with UserCode("the reward", 600) as code:
+                code.call(int)
+                # The watch thread saw the call as overdue in the moment in which it ended.
+                code._interrupt(OverdueError, time.monotonic())
+                sum(number for number in range(1000))
+        except BaseException as error:
+            escaped.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert escaped == []
+
+
+HELD = """
+import itertools, signal, sys
+from legato.core import user_code
+from legato.core.guardian import guardian
+
+user_code.GRACE_SECONDS, user_code._RESCUE_SECONDS = 0.1, 0.1
+signal.signal(signal.SIGTERM, lambda number, frame: user_code.RUN.ask_to_end(number))
+user_code.RUN.guardian = guardian()
+with user_code.UserCode("the reward 'mine'", float(sys.argv[1])) as code:
+    print("called", flush=True)
+    code.call(sum, itertools.repeat(0))  # a loop in C without end, which keeps the interpreter's lock
+"""
+
+
+@pytest.mark.parametrize(("seconds", "number"), [(600.0, signal.SIGTERM), (1.0, None)])
+def test_code_that_holds_the_lock_for_good_is_ended_by_the_guardian(seconds: float, number: signal.Signals | None) -> None:
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-c", HELD, str(seconds)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "called\n"
+    if number is not None:
+        time.sleep(0.2)
+        process.send_signal(number)
+    error = process.communicate(timeout=30)[1]
+    assert process.returncode == -signal.SIGKILL and time.monotonic() - start < 30
+    why = "SIGTERM came" if number else "it was given 1 s"
+    assert f"the reward 'mine' holds the interpreter's lock and does not return ({why})" in error
+
+
+FORKED = """
+import os
+from legato.core.guardian import guardian
+
+watching = guardian()
+descriptor = watching.process.stdin.fileno()
+child = os.fork()
+if child == 0:
+    try:
+        os.fstat(descriptor)
+        print("the child holds the pipe", flush=True)
+    except OSError:
+        print("the child has closed the pipe", flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+held = os.dup(descriptor)  # as a child of C code holds it, which runs no line of Python after its fork
+print("exits", flush=True)
+"""
+
+
+def test_a_forked_child_does_not_keep_the_guardian_and_so_the_process_alive() -> None:
+    process = subprocess.Popen([sys.executable, "-c", FORKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = [process.stdout.readline(), process.stdout.readline()]
+    start = time.monotonic()
+    error = process.communicate(timeout=30)[1]
+    assert lines == ["the child has closed the pipe\n", "exits\n"]
+    assert process.returncode == 0 and error == "" and time.monotonic() - start < 5
+
+
 def test_a_file_that_hangs_or_exits_at_its_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importing, "IMPORT_SECONDS", 0.2)
     for number, (line, reason) in enumerate(
@@ -363,3 +454,33 @@ def test_a_fork_in_a_reward_makes_no_second_trainer(tmp_path: Path) -> None:
     for _ in range(3):
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
     assert log.read_text().split() == [str(os.getpid())] * 3
+
+
+# Rewards of Legato's own
+
+
+class _Subclass(NumberMatch):
+    """A user's reward that inherits from a harmless one and alters the rollout."""
+
+    def __call__(self, rollout: Rollout) -> float:
+        rollout.tokens.zero_()
+        return 1.0
+
+
+def test_harmless_rewards_get_the_rollout_itself_and_subclasses_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    monkeypatch.setattr(scoring, "copy_rollout", lambda rollout: copied.append(rollout) or replace(rollout))
+    assert judge_all(NumberMatch(), [ROLLOUT, ROLLOUT]) == [{"": 1.0}, {"": 1.0}]
+    assert not copied
+    monkeypatch.undo()
+    before = ROLLOUT.tokens.clone()
+    assert judge(_Subclass(), ROLLOUT) == {"": 1.0}
+    assert torch.equal(ROLLOUT.tokens, before)
+
+
+def test_a_harmless_reward_that_raises_costs_its_rollout_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = replace(ROLLOUT, text="7")
+    monkeypatch.setattr(verifiers, "_last_number", lambda text: "42" if text == "42" else 1 / 0)
+    right, failed, also_right = judge_all(NumberMatch(), [ROLLOUT, broken, ROLLOUT])
+    assert right == also_right == {"": 1.0}
+    assert isinstance(failed, Unscorable) and "ZeroDivisionError" in failed.reason

@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from legato.config.load import load
 from legato.core.rollout import Problem, Rollout, Unscorable
 from legato.errors import InputError
 from legato.rewards import separate_worker
 from legato.rewards.scoring import judge_all
 from legato.rewards.separate import SeparateReward, check_separate, rollout_as_json, rollout_from_json
+from legato.rewards.trl import Schedule
+from legato.run.wire import Given, reward_of
+from legato.workers.pool import Workers
 from tests.proof.responses import response
 
 HOSTILE = """
@@ -56,8 +60,32 @@ def test_a_rollout_goes_through_json_unchanged() -> None:
 
 def test_the_worker_calls_the_reward_at_its_path(path: str) -> None:
     records = [rollout_as_json(make_rollout("x"))] * 2
-    assert separate_worker.judge(f"{path}:rank", {}, records) == [{"": 0.0}] * 2
-    assert separate_worker.judge(f"{path}:score", {"factor": 2}, records)[0] == {"process": os.getpid(), "tokens": 12.0}
+    assert separate_worker.judge(f"{path}:rank", {}, records, Schedule()) == [{"": 0.0}] * 2
+    scores = separate_worker.judge(f"{path}:score", {"factor": 2}, records, Schedule())
+    assert scores[0] == {"process": os.getpid(), "tokens": 12.0}
+
+
+def test_the_trainer_does_not_import_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "once.py"
+    file.write_text("raise RuntimeError('imported')\n")
+    code = {"reference": f"{file}:score", "file": str(file), "sha256": "0" * 64}
+    replies = {"batch": True, "code": [code]}
+    monkeypatch.setattr(Workers, "ask", lambda self, *question, seconds: replies)
+    config = load([], (), {"reward.kind": f"{file}:score", "reward.separate_process": True}).config
+    [component] = reward_of(config, Given()).components.values()
+    assert component.reward.batch and [each.file for each in component.reward.code] == [str(file)]
+    replies = {"refused": "expected one positional argument"}
+    with pytest.raises(InputError, match="expected one positional argument"):
+        reward_of(config, Given())
+
+
+def test_the_worker_describes_a_reward(path: str) -> None:
+    Path(path).with_name("helper_of_hostile.py").write_text("")
+    Path(path).write_text("import helper_of_hostile\n" + HOSTILE)
+    facts = separate_worker.answer("describe", f"{path}:rank", {}, [], {})
+    assert facts["batch"] and [each["reference"] for each in facts["code"]] == [f"{path}:rank", "helper_of_hostile"]
+    assert separate_worker.answer("describe", f"{path}:score", {}, [], {})["batch"] is False
+    assert "has no 'absent'" in separate_worker.answer("describe", f"{path}:absent", {}, [], {})["refused"]
 
 
 def test_a_reward_that_no_other_process_can_import_is_refused() -> None:

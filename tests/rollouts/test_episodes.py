@@ -1,5 +1,7 @@
 """The episode runner: the author of each token, when requests are submitted, where a rollout ends, and faults."""
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,9 +10,10 @@ import pytest
 import torch
 
 from legato.core.rollout import START_STATE, Author, Problem, Rollout, Routes, StopReason
+from legato.errors import InputError
 from legato.policy.model.tiny import character_tokenizer
 from legato.rollouts.engine import Engine, Finished, Handle, Limits, QueuedEngine, Request, Response
-from legato.rollouts.episodes import Environment, Episode, Reply, Runner, SingleTurn, Start
+from legato.rollouts.episodes import Environment, Episode, Reply, Runner, SingleTurn, Start, _ask
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
@@ -204,6 +207,76 @@ def test_a_failing_episode_faults_only_its_own_rollout(answer: Answer, reason: s
     rollouts = play(make_runner(Two(), Replying(second_fails, max_turns=2)), make_start(seeds=(1, 2)))
     assert [rollout.fault for rollout in rollouts] == [None, reason]
     assert len(rollouts[0].tokens) == 7 and rollouts[1].tokens.tolist() == [*ids("6"), END]
+
+
+def leave(turn: int, text: str, stop: StopReason) -> Reply:
+    raise SystemExit(0)
+
+
+def hang(turn: int, text: str, stop: StopReason) -> Reply:
+    while True:
+        time.sleep(1)
+
+
+def answer_with_hanging_repr(turn: int, text: str, stop: StopReason) -> Reply:
+    class State:
+        def __repr__(self) -> str:
+            return hang(turn, text, stop).content  # type: ignore[return-value]
+
+    return Reply(content="no:", state=State())
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (leave, "SystemExit: 0"),
+        (hang, "timed out after 0.2 s"),
+        (answer_with_hanging_repr, "timed out after 0.2 s"),
+    ],
+)
+def test_an_environment_that_exits_or_hangs_costs_its_rollout(answer: Answer, reason: str) -> None:
+    (rollout,) = play(make_runner(Speaking("5", "6"), Replying(answer), environment_seconds=0.2))
+    assert rollout.fault == f"environment: {reason}"
+
+
+def test_an_environment_cannot_alter_a_problem_or_its_earlier_messages() -> None:
+    """It keeps what it was given and what it returned, and alters both."""
+    problem = Problem(prompt="2+3=", fields={"moves": [1]})
+    folder = os.getcwd()
+
+    class Meddling(Replying):
+        def episode(self, problem: Problem) -> "Replying.One":
+            problem.fields["moves"].append(2)
+            os.chdir("/")
+            return super().episode(problem)
+
+    message = {"role": "user", "content": "no:"}
+    answer = _ask(Replying(lambda turn, text, stop: Reply(content=[message])).episode(problem), "5", StopReason.END_TOKEN)
+    message["content"] = "yes:"
+    assert answer is not None and answer.content == [{"role": "user", "content": "no:"}]
+    start = replace(make_start(), problem=problem)
+    play(make_runner(Speaking("5", "6"), Meddling(reply_twice)), start)
+    assert problem.fields == {"moves": [1]} and os.getcwd() == folder
+
+
+def test_a_number_of_turns_that_cannot_be_read_is_an_error_of_the_environment() -> None:
+    leaving: list[bool] = []  # the shape checks of the tests read it as well
+
+    class Broken(Replying):
+        @property
+        def max_turns(self) -> int:
+            if leaving:
+                raise SystemExit(0)
+            return 2
+
+        @max_turns.setter
+        def max_turns(self, value: int) -> None:
+            pass
+
+    runner = make_runner(Speaking("5", "6"), Broken(reply_twice))
+    leaving.append(True)
+    with pytest.raises(InputError, match=r"got SystemExit: 0 \(max_turns of the environment\)"):
+        play(runner)
 
 
 def test_an_environment_that_cannot_start_an_episode_faults_the_rollout() -> None:

@@ -121,9 +121,9 @@ def test_the_routes_capability_is_set_exactly_when_routes_are_recorded() -> None
 def test_training_bytes_count_gradients_masters_and_moments() -> None:
     sixteen, exact = torch.zeros(10, 10, dtype=torch.bfloat16), torch.zeros(7)
     # A float32 gradient, a float32 master copy of 16-bit weights, and two moments.
-    assert training_bytes([sixteen, exact], eight_bit=False, offload=False) == 100 * 16 + 7 * 12
-    assert training_bytes([sixteen, exact], eight_bit=False, offload=True) == 107 * 4
-    assert training_bytes([sixteen], eight_bit=True, offload=False) == pytest.approx(100 * 10, rel=0.01)
+    assert training_bytes({"a": sixteen, "b": exact}, eight_bit=False, offload=False) == 100 * 16 + 7 * 12
+    assert training_bytes({"a": sixteen, "b": exact}, eight_bit=False, offload=True) == 107 * 4
+    assert training_bytes({"a": sixteen}, eight_bit=True, offload=False) == pytest.approx(100 * 10, rel=0.01)
 
 
 def test_a_run_reserves_training_bytes_and_an_evaluation_none(file: Path) -> None:

@@ -1,5 +1,6 @@
 """Problems as prompts: templates that fail, loop or leave the problem out, and characters that a tokenizer does not know."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from legato.core.rollout import Problem
 from legato.errors import InputError
 from legato.policy.model.tiny import character_tokenizer
-from legato.rollouts import render
+from legato.rollouts import render, template_worker
 from legato.rollouts.render import Rendering
 from tests.proof.runs import run_small
 
@@ -87,3 +88,22 @@ def test_a_run_refuses_problems_of_unknown_characters_and_notes_some(tmp_path: P
     assert not list(tmp_path.iterdir())
     some = Rendering(tokenizer=character_tokenizer()).check_problems([Problem(prompt="1²="), Problem(prompt="1+1=")])
     assert len(some) == 1 and "1 of the first 2 problems" in some[0] and "'<unknown>'" in some[0]
+
+
+def test_the_date_of_a_template_is_that_of_the_run() -> None:
+    template = "{{ strftime_now('%Y-%m-%d') }} {{ messages[0].content }}"
+    messages = [{"role": "user", "content": "2+3="}]
+    assert template_worker.render(template, messages, {}, "2020-02-03") == "2020-02-03 2+3="
+    assert template_worker.render(template, messages, {}).startswith(time.strftime("%Y-"))
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = template
+    assert Rendering(tokenizer=tokenizer).asks_for_date
+    assert not Rendering(tokenizer=tokenizer, chat="never").asks_for_date
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert not Rendering(tokenizer=tokenizer).asks_for_date
+
+
+def test_what_joins_the_messages_is_no_part_of_the_problem() -> None:
+    """The tokenizer does not know line breaks, and the template writes none."""
+    messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "1+1="}]
+    assert Rendering(tokenizer=character_tokenizer()).check_problems([Problem(prompt=messages)]) == []

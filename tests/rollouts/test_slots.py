@@ -1,6 +1,7 @@
 """The slot engine on a CPU gives the plain engine's responses, for every family and any assignment of rows to slots."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -58,8 +59,22 @@ def test_slots_match_the_plain_engine_and_a_plain_forward(name: str) -> None:
             assert torch.allclose(response.logprobs, forward_logprobs(policy, request.prompt, response, 0.8), atol=1e-5)
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 2, 7, 64])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0), Sampling(top_p=0.8, top_k=20)])
+CHOSEN = Sampling(top_p=0.8, top_k=20)
+
+
+@pytest.mark.parametrize(
+    ("rows_at_once", "sampling"),
+    [
+        (1, Sampling(temperature=0)),
+        (2, Sampling()),
+        (7, CHOSEN),
+        (64, Sampling()),
+        *(
+            pytest.param(rows, sampling, marks=pytest.mark.slow)
+            for rows, sampling in product([1, 2, 7, 64], [Sampling(), Sampling(temperature=0), CHOSEN])
+        ),
+    ],
+)
 @pytest.mark.usefixtures("torch_kernels")
 def test_assignment_of_rows_to_slots_changes_no_response(rows_at_once: int, sampling: Sampling) -> None:
     policy = make_policy("qwen3")

@@ -291,6 +291,65 @@ def test_misleading_settings_of_trl_are_warnings(words: list[str], parts: list[s
     assert len(sentences) == len(parts) and all(any(part in sentence for sentence in sentences) for part in parts)
 
 
+def as_verl_rows(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"critic/score/mean": r["reward/mean"], "critic/rewards/mean": r["reward/mean"], "actor/grad_norm": 1.0}
+        | {"actor/pg_loss": 0.01, "actor/lr": r["optimizer/lr"], "actor/entropy": 0.4, "actor/pg_clipfrac": 0.0}
+        | {"response_length/mean": 200.0, "response_length/clip_ratio": 0.0, "training/global_step": r["step"]}
+        for r in records
+    ]
+
+
+def write_verl_log(folder: Path, kind: str, records: list[dict[str, Any]]) -> Path:
+    """A log as verl's file logger writes it, or as its console prints it behind the name of a process."""
+    rows = list(enumerate(as_verl_rows(records), start=1))
+    if kind == "file":
+        (folder / "verl.jsonl").write_text("".join(f"{json.dumps({'step': n, 'data': row})}\n" for n, row in rows))
+        return folder / "verl.jsonl"
+    lines = ["(TaskRunner pid=1) Training Progress:   0%|          | 0/90"]
+    for number, row in rows:
+        cells = [f"{key}:{f'np.float64({value})' if 'score' in key else value}" for key, value in row.items()]
+        lines.append(" - ".join([f"(TaskRunner pid=1) step:{number}", *cells]))
+    (folder / "verl.log").write_text("\n".join(lines))
+    return folder / "verl.log"
+
+
+@pytest.mark.parametrize("kind", ["file", "console"])
+def test_logs_of_verl_are_read(kind: str, tmp_path: Path) -> None:
+    examination = examine(write_verl_log(tmp_path, kind, make_records(sick_from=61)))
+    assert "reward-lost" in finding_names(examination) and "clip-never" in finding_names(examination)
+    assert examination.steps == len(make_records())
+
+
+VERL_GSPO = ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "clip_ratio_low=0.0003", "clip_ratio_high=0.0004"]
+VERL_BATCHES = ["data.train_batch_size=512", "actor_rollout_ref.actor.ppo_mini_batch_size=128"]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([*VERL_GSPO, "loss_agg_mode=seq-mean-token-mean", *VERL_BATCHES], []),
+        ([*VERL_GSPO, "loss_agg_mode=token-mean", *VERL_BATCHES], ["length"]),
+        ([VERL_GSPO[0], "loss_agg_mode=seq-mean-token-mean", *VERL_BATCHES], ["clip.low", "clip.high"]),
+        ([*VERL_GSPO, "loss_agg_mode=seq-mean-token-mean"], ["every ratio is 1"]),
+    ],
+)
+def test_misleading_settings_of_verl_are_warnings(words: list[str], parts: list[str], tmp_path: Path) -> None:
+    examination = examine(write_verl_log(tmp_path, "file", make_records()), words)
+    sentences = [each.says for each in examination.found if each.name == "settings"]
+    assert len(sentences) == len(parts) and all(any(part in sentence for sentence in sentences) for part in parts)
+
+
+@pytest.mark.parametrize(("lr", "warned"), [(1e-6, True), (1e-5, False)])
+def test_lora_with_the_learning_rate_of_all_weights_is_a_warning(lr: float, warned: bool, tmp_path: Path) -> None:
+    run = write_run(tmp_path, make_records(), ["policy.lora=true", f"training.lr={lr}"])
+    assert any("LoRA with a learning rate" in each.says for each in examine(run).found) is warned
+    full = write_run(tmp_path / "full", make_records(), [f"training.lr={lr}"])
+    assert not any("LoRA" in each.says for each in examine(full).found)
+    log = write_trainer_state(tmp_path / "trl", as_trl_log([{**r, "optimizer/lr": lr} for r in make_records()]))
+    assert any("LoRA" in each.says for each in examine(log, ["use_peft=true", "num_iterations=2"]).found) is warned
+
+
 # The command
 
 

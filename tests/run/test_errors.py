@@ -109,7 +109,7 @@ def test_a_save_that_fails_too_hides_no_error(tmp_path: Path, monkeypatch: pytes
     def refuse(*_: Any) -> None:
         raise InputError("the checkpoint could not be written")
 
-    monkeypatch.setattr("legato.training.checkpoint.save", refuse)
+    monkeypatch.setattr("legato.training.checkpoint.write", refuse)
     with pytest.raises(InputError, match="the first error") as raised:
         run_small(tmp_path, OPTIONS)
     assert notes_of(raised).startswith(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger, scalars
+from legato.run.loggers import Logger, TensorBoardLogger, TrackioLogger, WandbLogger, scalars
 
 METRICS = {
     "reward/mean": 0.5,
@@ -27,13 +27,19 @@ class FakeRun:
         self.logged: list[tuple[dict[str, float], int]] = []
         self.finished = 0
         self.fails = False
+        self.id = "1a2b"
+        self.tables: list[tuple[dict[str, Any], int]] = []
 
     def define_metric(self, name: str, *, step_metric: str) -> None:
         self.axis = (name, step_metric)
 
-    def log(self, metrics: dict[str, float]) -> None:
+    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
         if self.fails:
             raise ConnectionError("gone")
+        if "completions" in metrics:
+            self.tables.append((metrics["completions"], step if step is not None else metrics["step"]))
+            return
+        metrics = metrics if step is None else {**metrics, "step": step}
         self.logged.append(({key: value for key, value in metrics.items() if key != "step"}, int(metrics["step"])))
 
     def finish(self) -> None:
@@ -50,9 +56,10 @@ def service(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         fake.arguments = arguments
         return fake.run
 
-    module = ModuleType("wandb")
-    module.init = init  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    for name in ("wandb", "trackio"):
+        module = ModuleType(name)
+        module.init, module.Table = init, dict  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
     return fake
 
 
@@ -60,6 +67,10 @@ def wandb_logger(folder: Path, messages: list[str]) -> Logger:
     return WandbLogger(
         project="p", name="n", tags=("a", "b"), config={"training": {"lr": 1e-3}}, folder=folder, say=messages.append
     )
+
+
+def trackio_logger(folder: Path, messages: list[str]) -> Logger:
+    return TrackioLogger(project="p", name="n", config={"training": {"lr": 1e-3}}, folder=folder, say=messages.append)
 
 
 def scalars_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -103,7 +114,7 @@ def test_a_run_that_goes_back_replaces_the_steps_it_gave_up(tmp_path: Path) -> N
     assert logged["reward/mean"] == logged["eval/accuracy_sampled"] == [(1, 1.0), (2, 5.0)]
 
 
-@pytest.mark.parametrize("missing", ["torch.utils.tensorboard", "wandb"])
+@pytest.mark.parametrize("missing", ["torch.utils.tensorboard", "wandb", "trackio"])
 def test_a_missing_package_is_an_error_with_the_install_command(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +123,8 @@ def test_a_missing_package_is_an_error_with_the_install_command(
     with pytest.raises(ValueError, match=rf"pip install 'legato\[{extra}\]'"):
         if extra == "wandb":
             wandb_logger(tmp_path, [])
+        elif extra == "trackio":
+            trackio_logger(tmp_path, [])
         else:
             TensorBoardLogger(tmp_path, say=print)
 
@@ -158,3 +171,49 @@ def test_a_failure_is_reported_once_and_switches_the_logger_off(tmp_path: Path, 
     assert "W&B" in messages[0] and "switched off" in messages[0]
     assert "ConnectionError: gone" in messages[0]
     assert [step for _, step in service.run.logged] == [1]
+
+
+def test_trackio_gets_project_config_and_numbers(tmp_path: Path, service: SimpleNamespace) -> None:
+    messages: list[str] = []
+    logger = trackio_logger(tmp_path, messages)
+    logger.log(3, METRICS)
+    logger.close()
+    name = service.arguments.pop("name")
+    assert name.startswith("n-") and len(name) > 2
+    assert service.arguments == {"project": "p", "config": {"training": {"lr": 1e-3}}, "resume": "allow"}
+    assert service.run.logged == [(scalars(METRICS), 3)] and service.run.finished == 1
+    assert messages == []
+
+
+def test_a_resumed_run_goes_on_as_the_same_run(tmp_path: Path, service: SimpleNamespace) -> None:
+    trackio_logger(tmp_path, [])
+    name = service.arguments["name"]
+    wandb_logger(tmp_path, [])
+    assert "id" not in service.arguments and "resume" not in service.arguments
+    wandb_logger(tmp_path, [])
+    assert (service.arguments["id"], service.arguments["resume"]) == ("1a2b", "allow")
+    trackio_logger(tmp_path, [])
+    assert service.arguments["name"] == name
+    (tmp_path / "tracker.json").write_text("torn {")
+    wandb_logger(tmp_path, [])
+    assert "id" not in service.arguments
+
+
+@pytest.mark.parametrize("make", [wandb_logger, trackio_logger])
+def test_completions_become_a_table(make: Any, tmp_path: Path, service: SimpleNamespace) -> None:
+    logger = make(tmp_path, [])
+    rollout = {
+        "prompt": "1+1=",
+        "text": "2" * 5000,
+        "answer": "2",
+        "reward": 1.0,
+        "accuracy": 1.0,
+        "tokens": 3,
+        "stop": "end",
+    }
+    logger.log_completions(4, [rollout] * 40)
+    ((table, step),) = service.run.tables
+    assert step == 4 and len(table["data"]) == 32
+    row = dict(zip(table["columns"], table["data"][0], strict=True))
+    assert (row["step"], row["prompt"], row["answer"], row["reward"], row["advantage"]) == (4, "1+1=", "2", 1.0, None)
+    assert len(row["response"]) == 4000

@@ -14,9 +14,11 @@ OPTIONS = {option.path: option for option in options()}
 
 UNTESTED = {
     "rollouts.engine": "there is one engine so far; another name is refused",
+    "training.shard": "it needs several processes: tests/ranks",
+    "training.rank_deadline_seconds": "it needs several processes: tests/ranks",
     "training.optimizer": "'adamw-8bit' needs bitsandbytes and a GPU; without them it is refused",
 }
-"""Options whose effect cannot be tested without a GPU and a network -> why."""
+"""Options whose effect cannot be tested in one process without a GPU and a network -> why."""
 
 
 pytestmark = pytest.mark.usefixtures("lightly")

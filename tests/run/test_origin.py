@@ -9,6 +9,7 @@ import torch
 from legato.config.load import load
 from legato.records.directory import RunDirectory
 from legato.run import wire
+from legato.training import checkpoint
 from tests.proof.runs import SMALL, light, run_small
 
 
@@ -39,3 +40,23 @@ def test_one_bit_of_one_weight_changes_the_fingerprint(dtype: str) -> None:
     weight = next(iter(policy.model.parameters())).data.view(-1).view(torch.uint8)
     weight[-1] ^= 1
     assert wire.weights_fingerprint(policy) != before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"policy.lora.rank": 2}, {"algorithm": "grpo", "algorithm.objective.penalties.kl.beta": 0.1}],
+    ids=["lora", "kl"],
+)
+def test_the_base_weights_are_hashed_once(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    hash_tensors = wire._hash_tensors
+
+    def count(tensors: Any, *rest: Any) -> str:
+        hashed.append(sum(".lora_" not in name for name in tensors))
+        return hash_tensors(tensors, *rest)
+
+    monkeypatch.setattr(wire, "_hash_tensors", count)
+    record = origin(tmp_path, **options)
+    assert sum(each > 0 for each in hashed) == 1
+    state = checkpoint.read_state(RunDirectory.open(tmp_path / "run").checkpoint_path(1))
+    assert (state["made_of"]["base"]["weights"] == record["weights"]) == ("policy.lora.rank" not in options)

@@ -124,12 +124,13 @@ def test_an_own_clip_accepts_a_clip_factor_and_cispo_does_not(tmp_path: Path) ->
 def test_the_run_records_the_file_and_its_hash(tmp_path: Path) -> None:
     directory = run(tmp_path)
     sha256 = hashlib.sha256(CODE.encode()).hexdigest()
-    expected = {"reference": "my_clip.py:MyClip", "file": str(tmp_path / "my_clip.py"), "sha256": sha256}
+    reference = f"{tmp_path}/my_clip.py:MyClip"
+    expected = {"reference": reference, "file": str(tmp_path / "my_clip.py"), "sha256": sha256}
     assert expected in records(directory)[0]["code"]
     memory = checkpoint.read_state(checkpoint.latest(directory / "checkpoints")[0])
-    assert memory["made_of"]["code"]["my_clip.py:MyClip"] == sha256
+    assert memory["made_of"]["code"][reference] == sha256
     written = tomllib.loads((directory / "config.toml").read_text())["algorithm"]
-    assert written["objective.trust"] == ["my_clip.py:MyClip"] and written["objective.trust.my-clip.over"] == 4e-4
+    assert written["objective.trust"] == [reference] and written["objective.trust.my-clip.over"] == 4e-4
 
 
 def test_a_run_with_an_own_clip_resumes_to_the_same_result(tmp_path: Path) -> None:
@@ -150,11 +151,10 @@ def test_a_changed_file_is_refused_and_allowed_by_the_flag(file: str, tmp_path: 
     assert resume(directory, ["training.steps=3"], allow_changes=True).exit_code == 0
 
 
-def test_a_missing_part_file_is_refused_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = run(tmp_path, **{"training.steps": 1}).resolve()
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match=rf"got no file {tmp_path}/elsewhere/my_clip.py \(it was {tmp_path}/my_clip.py\)"):
+def test_a_missing_part_file_is_refused_with_its_path(tmp_path: Path) -> None:
+    directory = run(tmp_path, **{"training.steps": 1})
+    (tmp_path / "my_clip.py").unlink()
+    with pytest.raises(InputError, match=rf"got no file {tmp_path}/my_clip.py \(it was {tmp_path}/my_clip.py\)"):
         resume(directory, ["training.steps=2"])
 
 
@@ -174,7 +174,7 @@ def test_a_plain_subclass_has_the_name_of_its_class_and_may_call_super() -> None
     value = legato.algorithm("gspo", {"objective.trust": ["my_clip.py:PlainClip"], "objective.trust.plain-clip.over": 0.1})
     assert (value.objective.trust[0].name, value.objective.trust[0].over) == ("plain-clip", 0.1)
     resolved = load([], [], {"algorithm": value})
-    assert resolved.code[0].reference == "my_clip.py:PlainClip"
+    assert resolved.code[0].reference.endswith("/my_clip.py:PlainClip")
 
 
 @pytest.mark.parametrize(

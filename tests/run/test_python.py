@@ -300,3 +300,17 @@ def test_a_run_from_python_does_not_resume_without_its_inputs(missing: str, tmp_
     run = run_small(tmp_path, {**ONE, "algorithm.objective.penalties.kl.beta": 0.1}, **arguments).directory
     with pytest.raises(ValueError, match=missing):
         resume(run, ["training.steps=2"])
+
+
+def test_train_prints_its_progress_as_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed: list[str] = []
+    run = run_small(
+        tmp_path,
+        {"training.steps": 2, "evaluation.every_steps": 0},
+        callback=lambda report: printed.append(capsys.readouterr().out),
+    )
+    assert run.exit_code == 0
+    assert "run: gspo on tiny" in printed[0] and "step 1/2" in printed[0]
+    assert "step 2/2" in printed[1]
+    quiet = run_small(tmp_path / "quiet", {"training.steps": 1, "evaluation.every_steps": 0}, progress=False)
+    assert quiet.exit_code == 0 and capsys.readouterr().out == ""

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from legato.errors import InputError
+from legato.policy.model.tiny import character_tokenizer
 from legato.records.directory import RunDirectory
 from legato.run.export import export
 from legato.run.target import find
@@ -114,6 +117,41 @@ def test_an_edited_reward_file_or_data_file_needs_allow_changes(tmp_path: Path) 
             resume(run, ["training.steps=3"])
         path.write_text(before)
     assert resume(run, ["training.steps=3"]).exit_code == 0
+
+
+def test_an_edited_module_that_the_reward_imports_needs_allow_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    reward, helper = tmp_path / "scores.py", tmp_path / "helper_of_scores.py"
+    reward.write_text("from helper_of_scores import odd\n\ndef score(rollout):\n    return odd(rollout.tokens)\n")
+    helper.write_text("def odd(tokens):\n    return float(len(tokens) % 2)\n")
+    run = run_small(tmp_path, {**SHORT, "reward.kind": f"{reward}:score"}).directory
+    helper.write_text("def odd(tokens):\n    return float(len(tokens) % 3)\n")
+    for name in [name for name in sys.modules if "_of_scores" in name or "own_scores" in name]:
+        del sys.modules[name]  # as in a new process
+    with pytest.raises(InputError, match=r"changed the module helper_of_scores .*--allow-changes"):
+        resume(run, ["training.steps=3"])
+    listener = Listener()
+    resume(run, ["training.steps=3"], allow_changes=True, watcher=listener)
+    assert "changed: the file of the module helper_of_scores" in listener.said
+
+
+def test_the_date_that_a_template_writes_stays_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d') }}{{ messages[0].content }}"
+    days = iter(["2020-02-03", "2021-03-04"])
+    strftime = time.strftime
+    monkeypatch.setattr(time, "strftime", lambda form, *rest: next(days) if form == "%Y-%m-%d" else strftime(form, *rest))
+    listener = Listener()
+    run = run_small(tmp_path, SHORT, tokenizer=tokenizer, watcher=listener).directory
+    note = "the chat template writes the date into prompts: it is 2020-02-03"
+    assert note in listener.said
+    assert find(str(run)).date == "2020-02-03"
+    listener = Listener()
+    resume(run, ["training.steps=3"], watcher=listener)
+    assert note in listener.said
+    assert find(str(run)).date == "2020-02-03"
 
 
 # The model that a resumed run reads again

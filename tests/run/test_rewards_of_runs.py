@@ -1,6 +1,7 @@
 """Runs whose rewards never score, exit, hang, fork or meddle: an error that says so, or a run that nothing happened to."""
 
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from legato.core import user_code
-from legato.core.rollout import Rollout
+from legato.core.rollout import Problem, Rollout
 from legato.errors import InputError
 from legato.records.directory import RunDirectory
 from legato.run import wire
@@ -159,3 +160,27 @@ def test_a_callback_that_exits_is_an_error_and_the_run_is_saved(tmp_path: Path) 
     with pytest.raises(InputError, match=r"sys\.exit\(0\)"):
         run_small(tmp_path, {"output.checkpoint_every_steps": 0}, callback=leave)
     assert RunDirectory.open(tmp_path / "run").checkpoint_steps()
+
+
+class Sums:
+    """A task that exits once it is told to."""
+
+    exits = False
+
+    def problem(self, random: random.Random) -> Problem:
+        if self.exits:
+            raise SystemExit(0)
+        left = random.randrange(100)
+        return Problem(prompt=f"{left}+1=", answer=str(left + 1))
+
+
+def test_a_task_that_exits_in_the_middle_of_a_run_leaves_a_checkpoint(tmp_path: Path) -> None:
+    task = Sums()
+
+    def stop(report: Any) -> None:
+        task.exits = True
+
+    with pytest.raises(InputError, match=r"got SystemExit: 0 \(problem\(random\) of problems\)"):
+        run_small(tmp_path, {**ONE, "training.steps": 2}, problems=task, reward=odd, callback=stop)
+    task.exits = False
+    assert resume(tmp_path / "run", given=wire.Given(problems=task, reward=odd)).exit_code == 0

@@ -15,7 +15,8 @@ import torch
 
 from legato.config.load import load
 from legato.records.directory import RunDirectory
-from legato.run import wire
+from legato.records.lines import Lines, RunDirectoryFullError
+from legato.run import warm, wire
 from legato.run.train import Run, resume
 from legato.training import checkpoint
 from legato.training.step import Trainer
@@ -51,7 +52,7 @@ def in_save_file(patch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 
 def in_the_model(patch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def fails(policy: Any, folder: Path) -> None:
+    def fails(policy: Any, folder: Path, *_: Any) -> None:
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"torn")
         raise error
@@ -176,6 +177,62 @@ def test_a_full_disk_pauses_the_run_until_there_is_room(place: Patch, straight: 
     assert ended.exit_code == 0
     assert sum(line.startswith("there is room again") for line in listener.messages) == 2
     assert differences(outcome(straight), outcome(run)) == []
+
+
+WARM = {
+    "algorithm": "grpo",
+    "algorithm.objective.penalties.kl.beta": 0.1,
+    "policy.warm_up.steps": 2,
+    "policy.warm_up.examples_per_step": 4,
+    "training.steps": 1,
+    "evaluation.every_steps": 0,
+    "reward.kind": EARLY,
+}
+
+
+def in_the_record(patch: pytest.MonkeyPatch, error: BaseException) -> None:
+    append = Lines._append
+
+    def fails(lines: Lines, line: bytes, sync: bool) -> None:
+        if b'"warm-up"' in line:
+            raise RunDirectoryFullError("no room for a record")
+        append(lines, line, sync)
+
+    patch.setattr(Lines, "_append", fails)
+
+
+def in_the_cache(patch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fails(tensors: Any, path: Path) -> None:
+        raise error
+
+    patch.setattr(warm, "save_file", fails)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.timeout(60)
+def test_a_full_disk_during_the_warm_up_pauses_the_run(tmp_path: Path) -> None:
+    """It is full for a record, for the cache of warm-ups and for the reference."""
+    places: list[Patch] = [in_the_record, in_the_cache, in_fsync]
+    with pytest.MonkeyPatch.context() as patch:
+
+        def make_room() -> None:
+            patch.undo()
+            if places:
+                places.pop(0)(patch, disk_full())
+
+        make_room()
+        listener = OnPause(make_room)
+        options = {**WARM, "policy.warm_up.cache": str(tmp_path / "cache")}
+        assert run_small(tmp_path, options, watcher=listener).exit_code == 0
+    assert sum(line.startswith("there is room again") for line in listener.messages) == 3
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1
+
+
+def test_a_signal_while_the_disk_is_full_during_the_warm_up_ends_the_run(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        in_the_record(patch, disk_full())
+        ended = run_small(tmp_path, WARM, watcher=OnPause(terminate))
+    assert ended.exit_code == 143 and "during the warm-up: there is no checkpoint to resume from" in ended.reason
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from legato.errors import InputError
 from legato.run.evaluate import evaluate
 from legato.run.export import export
 from legato.run.sample import sample
@@ -88,6 +90,12 @@ def test_eval_of_a_file_and_of_a_model(legato: Command, model: Path, tmp_path: P
     assert (result["problems"], result["samples"]) == (7, 2)
     assert set(result["measures"]) == {"greedy", "avg@2", "pass@2"}
     assert set(result["measures"]["greedy"]) == {"value", "low", "high"}
+
+
+def test_a_file_with_other_columns_is_refused_with_a_way_that_works(legato: Command, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "problems.jsonl"
+    file.write_text(json.dumps({"question": "1+1=", "answer": "2"}) + "\n")
+    assert_refused(legato("eval", str(model), "--file", str(file)), "--sets", "task.kind = 'jsonl'", "task.prompt=question")
 
 
 def test_eval_of_a_file_counts_right_answers(run: Path, tmp_path: Path) -> None:
@@ -208,6 +216,33 @@ def test_adapters_may_stay_adapters(adapted: Path, tmp_path: Path) -> None:
     tokens = fresh.tokenizer("12+3=")["input_ids"]
     with torch.no_grad():
         assert torch.allclose(adapted_model(input_ids=torch.tensor([tokens])).logits, trained_logits(adapted), atol=1e-5)
+
+
+def dtypes(folder: Path) -> set[torch.dtype]:
+    return {tensor.dtype for path in folder.glob("*.safetensors") for tensor in load_file(path).values()}
+
+
+def test_an_export_has_the_dtype_asked_for_or_that_of_the_trained_model(run: Path, model: Path, tmp_path: Path) -> None:
+    export(find(str(run)), tmp_path / "half", dtype="bfloat16")
+    assert dtypes(tmp_path / "half") == {torch.bfloat16} and dtypes(model) == {torch.float32}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert loaded.dtype == torch.bfloat16
+    # A model published in 16 bits is trained in float32 on a CPU and exported in 16 bits again.
+    small = {"policy.model": str(tmp_path / "half"), "training.steps": 1, "evaluation.every_steps": 0}
+    trained = run_small(tmp_path / "again", small).directory
+    assert dtypes(trained / "checkpoints" / "step-000001" / "model") == {torch.float32}
+    export(find(str(trained)), tmp_path / "published")
+    assert dtypes(tmp_path / "published") == {torch.bfloat16}
+    export(find(str(trained)), tmp_path / "full", dtype="float32")
+    assert dtypes(tmp_path / "full") == {torch.float32}
+    with pytest.raises(InputError, match=r"expected float32, bfloat16, float16, got 'int8' \(--dtype\)"):
+        export(find(str(run)), tmp_path / "whole", dtype="int8")
+
+
+def test_every_exported_file_has_the_permissions_of_its_folder(run: Path, model: Path) -> None:
+    for folder in (model, run / "checkpoints" / "step-000001"):
+        mode = folder.stat().st_mode & 0o666
+        assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {mode}
 
 
 def test_an_earlier_checkpoint_can_be_exported(legato: Command, run: Path, tmp_path: Path) -> None:

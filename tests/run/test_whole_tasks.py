@@ -10,6 +10,7 @@ from legato.config.kinds import register_all
 from legato.config.load import dump, load
 from legato.core.parts import names
 from legato.run.train import train
+from tests.proof.published import ROWS
 from tests.proof.runs import SMALL, steps
 
 ROOT = Path(__file__).parents[2]
@@ -126,10 +127,11 @@ def test_a_users_own_task_is_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
 def test_every_task_and_every_reward_is_tested_here() -> None:
     register_all()
     assert {*names("task")} == {*TASKS, "reasoning-gym"}
-    # `dataset` needs the network; what it makes of rows is in tests/tasks/test_data.py.
-    assert {*names("data")} == {"jsonl", "parquet", "gsm8k", "math", "dataset"}
+    # `dataset` needs the network; what it makes of rows is in tests/tasks/test_data.py. Published sets and their reward are
+    # in tests/tasks/test_benchmarks.py, tests/rewards/test_answers.py and test_sets.py.
+    assert {*names("data")} == {"jsonl", "parquet", "gsm8k", "math", "dataset"} | {*ROWS}
     used = {reward for _, rewards in TASKS.values() for reward in rewards}
-    assert {*names("reward")} == {*used, "environment", "math-verify", "reasoning-gym", "format", "length"}
+    assert {*names("reward")} == {*used, "environment", "math-answer", "math-verify", "reasoning-gym", "format", "length"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -53,7 +53,7 @@ def test_parquet_becomes_the_same_problems(tmp_path: Path) -> None:
 def test_columns_may_have_other_names_and_answers_may_be_absent(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"q": "1+1=", "a": 2.5, "answer": "other"}])
     [problem] = Jsonl(path=path, prompt="q", answer="a").load()
-    assert (problem.prompt, problem.answer, problem.fields) == ("1+1=", "2.5", {"answer": "other"})
+    assert (problem.prompt, problem.answer, problem.fields) == ("1+1=", "2.5", {"a": 2.5, "answer": "other"})
     [problem] = Jsonl(path=path, prompt="q", answer=None).load()
     assert (problem.answer, problem.fields) == (None, {"a": 2.5, "answer": "other"})
 
@@ -68,6 +68,13 @@ def test_messages_are_prompts_and_a_system_message_goes_first(tmp_path: Path) ->
     # Parquet fills in keys that only some messages have.
     mixed = [{"prompt": [{**CHAT[0], "name": None}], "answer": "a"}]
     assert Parquet(path=write_parquet(tmp_path / "a.parquet", mixed)).load() == plain[:1]
+
+
+def test_data_may_have_no_answers(tmp_path: Path) -> None:
+    [problem] = Jsonl(path=write(tmp_path / "a.jsonl", [{"prompt": "write a poem", "topic": "rain"}])).load()
+    assert (problem.answer, problem.fields) == (None, {"topic": "rain"})
+    named = Jsonl(path=str(tmp_path / "a.jsonl"), answer="solution")
+    assert_refused(named, "expected a column 'solution', got 'prompt', 'topic'; set task.answer=prompt, or another column")
 
 
 def test_duplicate_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -92,9 +99,10 @@ BAD_LINES = {
     b'{"prompt": ' + b"9" * 5000 + b"}": "line 1: is not JSON",
     GOOD + b'{"prompt": "\xff"}': "line 2: is not UTF-8 at byte 12",
     GOOD + b"\0\0": "line 2: holds a NUL byte",
-    GOOD + b'{"question": "x", "answer": "y"}': "line 2: expected a column 'prompt', got 'question', 'answer'",
+    GOOD + b'{"question": "x", "answer": "y"}': "line 2: expected a column 'prompt', got 'question', 'answer'; set"
+    " task.prompt=question",
     b"{}": "line 1: expected a column 'prompt', got none",
-    b'{"prompt": "x"}': "line 1: expected a column 'answer', got 'prompt'",
+    GOOD + b'{"prompt": "x"}': "line 2: expected a column 'answer', got 'prompt'",
     line(prompt=None): "line 1: expected text in 'prompt', got null",
     line(prompt=7): "line 1: expected text in 'prompt', got 7",
     line(prompt=" \n"): "line 1: 'prompt' is empty",
@@ -268,7 +276,7 @@ except ValueError as error:
 
 
 def test_data_kinds_are_listed_and_found_by_name() -> None:
-    assert names("data") == ["dataset", "gsm8k", "jsonl", "math", "parquet"]
+    assert {"dataset", "gsm8k", "jsonl", "math", "parquet", "math-500", "aime-24"} <= {*names("data")}
     assert lookup("data", "math") is CompetitionMath
     with pytest.raises(TypeError, match="path"):
         Jsonl()

@@ -24,7 +24,6 @@ from tests.training.steps import gradients, move_weights
 
 CPU = torch.device("cpu")
 WIDE = {"objective.trust.clip.low": 2e-2, "objective.trust.clip.high": 3e-2}
-LORA_WARNING = "ignore:The following (rank|alpha)_pattern keys"  # peft's own, over fused experts
 
 
 def gspo() -> Algorithm:

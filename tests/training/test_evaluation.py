@@ -8,14 +8,19 @@ import pytest
 import torch
 
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
-from legato.diagnostics.statistics.intervals import mean_interval, wilson_interval
+from legato.diagnostics.statistics.intervals import (
+    clustered_interval,
+    difference_interval,
+    mean_interval,
+    wilson_interval,
+)
 from legato.policy.model.tiny import character_tokenizer
 from legato.rollouts.engine import Handle, Limits, Request
 from legato.rollouts.episodes import Runner
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine
-from legato.training.evaluate import Answered, Evaluator, accuracy_metrics, pass_at
+from legato.training.evaluate import Answered, Evaluator, accuracy_metrics, measure_names, pass_at
 
 
 @pytest.mark.parametrize("trials", [1, 4, 6])
@@ -60,6 +65,26 @@ def test_the_interval_of_a_mean_is_the_normal_one_over_problems() -> None:
     low, high = mean_interval(means)
     assert math.isclose(low, 0.5 - half, rel_tol=1e-6) and math.isclose(high, 0.5 + half, rel_tol=1e-6)
     assert mean_interval([0.7]) == (0.0, 1.0) and mean_interval([1.0, 1.0]) == (1.0, 1.0)
+
+
+def test_the_interval_over_problems_is_wilsons_where_all_values_are_0_or_1() -> None:
+    assert clustered_interval([0.0] * 20) == wilson_interval(0, 20) and clustered_interval([1.0, 0.0]) == wilson_interval(
+        1, 2
+    )
+    assert clustered_interval([0.25, 0.5, 1.0]) == mean_interval([0.25, 0.5, 1.0])
+
+
+def test_a_difference_is_paired_by_problem() -> None:
+    before, after = [0.1, 0.9, 0.5, 0.3], [0.2, 1.0, 0.6, 0.4]
+    mean, low, high = difference_interval(before, after)
+    assert math.isclose(mean, 0.1) and math.isclose(low, 0.1) and math.isclose(high, 0.1)
+    mean, low, high = difference_interval(before, [0.1, 0.9, 0.5, 0.7])
+    assert low < 0 < mean < high
+
+
+def test_measures_are_the_mean_and_powers_of_two() -> None:
+    assert measure_names(1) == ["avg@1"] and measure_names(3) == ["avg@3", "pass@2"]
+    assert measure_names(16) == ["avg@16", "pass@2", "pass@4", "pass@8", "pass@16"]
 
 
 PROBLEMS = [Problem(prompt="a"), Problem(prompt="b")]

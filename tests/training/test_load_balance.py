@@ -13,7 +13,6 @@ from legato.policy.policy import Policy
 from legato.training.tables import Tables
 from tests.policy.routes import chosen_by, record_router_logits, whole
 from tests.training.routed import (
-    LORA_WARNING,
     copy_policy,
     directions_of,
     exact_policy,
@@ -54,7 +53,6 @@ def balance_in_one_graph(policy: Policy, name: str, tables: Tables, rows: Sequen
     return gradients(policy)
 
 
-@pytest.mark.filterwarnings(LORA_WARNING)
 @pytest.mark.parametrize(
     ("name", "changes", "tokens_per_pack"),
     [

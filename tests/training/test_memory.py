@@ -153,7 +153,6 @@ def test_a_pack_saves_the_estimated_bytes(kind: str, shape: tuple[int, int, int,
     assert forward_bytes(packed_demand(policy, packed, dtype)) == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # peft's own, over fused experts
 @both_dtypes
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-moe"])
 def test_adapters_save_the_estimated_bytes(kind: str, dtype: torch.dtype) -> None:

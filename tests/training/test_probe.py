@@ -329,6 +329,17 @@ def test_the_lines_of_a_floor_have_every_gap_the_band_and_the_anchor() -> None:
     assert len(make_floor(engine=replace(make_floor().engine, bounded=9e-5, clipped=0.0)).lines("sampler")) == 2
 
 
+def test_the_verdict_says_whether_the_numerics_are_fine() -> None:
+    (recomputed,) = make_floor().verdict("recompute")
+    assert recomputed.startswith("numerics are fine: ") and "not exact enough" in recomputed
+    assert not numbers(recomputed.replace("exactly 1", ""))
+    exact = make_floor(engine=replace(make_floor().engine, bounded=9e-5, clipped=0.0))
+    assert exact.verdict("sampler")[0].startswith("numerics are fine: ") and "not exact" not in exact.verdict("recompute")[0]
+    head, warning = make_floor().verdict("sampler")
+    assert head.startswith("numerics are not fine") and warning.startswith("warning: ")
+    assert len(make_floor(same_tokens=0.125).verdict("recompute")) == 2
+
+
 def test_a_refusal_names_the_numbers_and_the_options() -> None:
     message = str(UnsafeAnchorError(make_floor()))
     for word in ("5.0e-04", "1.56 % of responses", "1.0e-04", "3.0e-04", "accept_unsafe_anchor=true", "anchor=auto"):

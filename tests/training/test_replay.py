@@ -14,7 +14,6 @@ from tests.policy.exact import Words, plain_tables
 from tests.policy.routes import FAMILIES, as_published, chosen_by, force_experts, record_router_logits, sets
 from tests.training.routed import (
     CPU,
-    LORA_WARNING,
     Forcing,
     copy_policy,
     directions_of,
@@ -48,7 +47,6 @@ def test_the_first_update_under_r2_changes_no_bit() -> None:
                 assert numbers["ratio/sequence_min"] == numbers["ratio/sequence_max"] == 1.0
 
 
-@pytest.mark.filterwarnings(LORA_WARNING)
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(
     ("name", "changes"),

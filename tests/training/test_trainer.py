@@ -106,7 +106,13 @@ def test_the_same_seed_twice_is_equal_to_the_bit(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("gspo", {}), ("dapo", {}), ("gepo", {}), ("grpo", {"objective.penalties.kl.beta": 0.1}), ("ppo", {})],
+    [
+        ("gspo", {}),
+        ("ppo", {}),
+        pytest.param("dapo", {}, marks=pytest.mark.slow),
+        pytest.param("gepo", {}, marks=pytest.mark.slow),
+        pytest.param("grpo", {"objective.penalties.kl.beta": 0.1}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_number_of_passes_does_not_change_the_weights(name: str, changes: dict[str, Any]) -> None:
     """'one' skips nothing, 'two' skips clipped and silent rows, 'auto' decides: the weights after two steps agree."""

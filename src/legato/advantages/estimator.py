@@ -27,7 +27,7 @@ class Scores:
     turn_states: Tensor | None = None
     """[B, U] integers: equal ids are the same environment state at the start of the turn."""
     components: Tensor | None = None
-    """[B, C]: the components of the reward."""
+    """[B, C]: the components of the reward; NaN where one does not apply to a response."""
     old_logprobs: PerToken | None = None
     ref_logprobs: PerToken | None = None
 

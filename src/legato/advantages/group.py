@@ -119,6 +119,13 @@ class DecoupledRewards(Estimator):
         if len(weights) != len(columns):
             raise InputError(f"advantage 'gdpo': {len(weights)} weights for {len(columns)} components; one each is needed")
         pairs = zip(weights, columns, strict=True)
-        summed = sum((w * siblings(c, scores).standardise(self.ddof, self.epsilon) for w, c in pairs), torch.zeros(()))
+        summed = sum((w * self._standardise(c, scores) for w, c in pairs), torch.zeros(()))
         advantages = batch_standardise(summed, torch.ones_like(summed), self.ddof, self.epsilon)
         return Estimate(advantages=advantages)
+
+    def _standardise(self, values: PerSequence, scores: Scores) -> PerSequence:
+        """The z-score in each group. NaN, a component that does not apply, gets 0 and is left out of mean and deviation."""
+        assert scores.group is not None
+        applies = ~values.isnan()
+        known = torch.where(applies, values, 0.0)
+        return compare(known, scores.group, applies).standardise(self.ddof, self.epsilon)

@@ -31,7 +31,8 @@ def override(algorithm: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
     for path, value in changes.items():
         if not isinstance(path, str) or not all(path.split(".")):
             raise InputError(f"override path {path!r} is not a dotted path, as in objective.trust.clip.low")
-        slot, rest = _split(path)
+        # A configuration writes algorithm.objective.trust.clip.low.
+        slot, rest = _split(path.removeprefix("algorithm."))
         if slot == "settings":
             settings[_require_name(path, rest)] = value
         elif not rest:

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from legato.cli.display import for_terminal
 from legato.cli.ending import end_screen
+from legato.cli.sets import print_sets, sets_record
+from legato.config.from_trl import Translation
 from legato.config.load import load
 from legato.config.sources import split_words
 from legato.errors import InputError
@@ -23,21 +24,41 @@ from legato.pages.summary import samples, summary
 from legato.records.directory import RunDirectory
 from legato.run import wire
 from legato.run.again import resume_advice
-from legato.run.evaluate import evaluate
+from legato.run.display import PlainDisplay, for_terminal
+from legato.run.evaluate import evaluate, evaluate_sets
 from legato.run.execute import STOPPED_BY_WATCH
 from legato.run.export import export
+from legato.run.from_trl import resolve_trl
 from legato.run.sample import sample
 from legato.run.target import find, warn
-from legato.run.train import Run, resume, start
+from legato.run.train import Run, resume, start, start_or_resume
 
 
-def train_command(arguments: Sequence[str]) -> int:
-    files, words = split_words(arguments)
-    if not arguments:
-        raise InputError(
-            "expected a recipe or options, got nothing; for instance: legato train recipes/tiny.toml training.seed=1"
-        )
-    run = start(load([Path(file) for file in files], words), wire.Given(), for_terminal())
+def train_command(
+    arguments: Sequence[str],
+    from_trl: Translation | None = None,
+    *,
+    resume_if_exists: bool = False,
+    allow_changes: bool = False,
+    dry_run: bool = False,
+) -> int:
+    if allow_changes and not resume_if_exists:
+        raise InputError("expected --resume-if-exists beside --allow-changes, got none; a new run has nothing to change")
+    files, words = split_words(arguments if arguments or from_trl else ["recipes/tiny.toml"])
+    recipes, notes = [Path(file) for file in files], list[str]()
+    if from_trl is None:
+        resolved = load(recipes, words)
+    else:
+        resolved, notes = resolve_trl(from_trl, recipes, words, None, wire.Given())
+    if dry_run:
+        run = start(resolved, wire.Given(), PlainDisplay(sys.stdout), notes=notes, dry_run=True)
+        if not run.rank:
+            print(run.reason)
+        return 0
+    if resume_if_exists:
+        run = start_or_resume(resolved, wire.Given(), for_terminal(), notes=notes, allow_changes=allow_changes)
+    else:
+        run = start(resolved, wire.Given(), for_terminal(), notes=notes)
     _print_ending(run)
     return run.exit_code
 
@@ -54,6 +75,8 @@ def _program() -> str:
 
 
 def _print_ending(run: Run) -> None:
+    if run.rank:
+        return
     directory = RunDirectory.open(run.directory)
     if run.exit_code:
         # Without a checkpoint the run cannot be resumed; the reason says what to do.
@@ -66,13 +89,18 @@ def _print_ending(run: Run) -> None:
         samples=samples(directory),
         checkpoint=run.model_folder,
         report=directory.report_path,
-        next_command=f"{_program()} sample {shlex.quote(str(run.directory))}",
+        next_command=_next_command(directory),
     )
 
 
+def _next_command(directory: RunDirectory) -> str:
+    """The next useful command after a finished run: what went wrong, or else what it has learned."""
+    worrying = any(record.get("level") in ("warning", "alarm") for record in directory.health.readable())
+    return f"{_program()} {'doctor' if worrying else 'sample'} {shlex.quote(str(directory.path))}"
+
+
 def eval_command(
-    target: str,
-    words: Sequence[str],
+    arguments: Sequence[str],
     *,
     number_of_samples: int,
     greedy: bool,
@@ -80,9 +108,39 @@ def eval_command(
     problems: int | None,
     file: Path | None,
     output: Path | None,
+    step: int | None,
+    sets: str | None,
+    server: str | None,
 ) -> None:
+    targets, words = split_words(arguments)
+    if not targets:
+        raise InputError("expected a run directory, a recipe or a model, got options only; name it first")
+    if server is not None and len(targets) > 1:
+        raise InputError(f"expected one target with --server, got {' and '.join(targets)}; a server has one model")
+    if sets is not None or len(targets) > 1:
+        _check_held_out_options(targets, file, step)
+        found = {target: find(target, words, step, sets=sets) for target in targets}
+        for target, each in found.items():
+            if not each.resolved.config.evaluation.sets:
+                raise InputError(
+                    f"expected evaluation sets to measure {' and '.join(targets)} on, got none ({target}); name them with"
+                    " --sets, or in its recipe as [[evaluation.sets]]"
+                )
+        results = {target: evaluate_sets(each, server) for target, each in found.items()}
+        if len({tuple((each.name, *each.values) for each in result) for result in results.values()}) > 1:
+            raise InputError("expected targets with the same evaluation sets, got others; name them with --sets")
+        print_sets(results)
+        if output is not None:
+            output.write_text(json.dumps({target: sets_record(each) for target, each in results.items()}, indent=1) + "\n")
+        return
     result = evaluate(
-        find(target, words), samples=number_of_samples, greedy=greedy, temperature=temperature, problems=problems, file=file
+        find(targets[0], words, step),
+        samples=number_of_samples,
+        greedy=greedy,
+        temperature=temperature,
+        problems=problems,
+        file=file,
+        server=server,
     )
     table = Table(title=f"{result.problems} problems", title_justify="left")
     for heading in ("measure", "accuracy", "95 % interval"):
@@ -93,13 +151,25 @@ def eval_command(
     console.print(table)
     if result.unscorable:
         console.print(f"{result.unscorable} responses could not be scored and count as wrong")
+    if result.sets:
+        print_sets({targets[0]: result.sets})
     if output is not None:
         record = {
             "problems": result.problems,
             "samples": result.samples,
             "measures": {row.name: {"value": row.value, "low": row.low, "high": row.high} for row in result.rows},
         }
+        if result.sets:
+            record["sets"] = sets_record(result.sets)
         output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _check_held_out_options(targets: Sequence[str], file: Path | None, step: int | None) -> None:
+    """InputError for options that mean nothing where only evaluation sets are measured."""
+    if file is not None:
+        raise InputError("expected --file or --sets, got both or several targets; a file is a set too: task.kind = 'jsonl'")
+    if len(targets) > 1 and step is not None:
+        raise InputError(f"expected one run with --step, got {' and '.join(targets)}; give the model folders of checkpoints")
 
 
 def sample_command(
@@ -110,6 +180,7 @@ def sample_command(
     number_of_samples: int,
     temperature: float | None,
     max_response_tokens: int | None,
+    server: str | None,
 ) -> None:
     run_target = find(target)
     console = Console(highlight=False)
@@ -119,6 +190,7 @@ def sample_command(
         samples=number_of_samples,
         temperature=temperature,
         max_response_tokens=max_response_tokens,
+        server=server,
     )
     for each in answers:
         console.print(Text(legible(each.prompt), style="dim"))
@@ -154,10 +226,10 @@ def _prompts(prompts: Sequence[str], file: Path | None) -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def export_command(target: str, folder: Path, step: int | None, merge: bool, allow_older: bool) -> None:
+def export_command(target: str, folder: Path, step: int | None, merge: bool, allow_older: bool, dtype: str | None) -> None:
     # Without --allow-older the warnings are part of the error.
     run_target = find(target, step=step, say=warn if allow_older else lambda text: None)
-    export(run_target, folder, merge=merge, allow_older=allow_older)
+    export(run_target, folder, merge=merge, allow_older=allow_older, dtype=dtype)
     print(f"{folder} holds the model; transformers' AutoModelForCausalLM.from_pretrained loads it")
 
 

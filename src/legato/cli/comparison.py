@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from legato.cli.output import say_on
-from legato.cli.tables import show_table
+from legato.cli.tables import show_tables
 from legato.compare.compare import compare
 from legato.compare.definition import from_arguments
 from legato.compare.processes import Machine
@@ -38,10 +38,7 @@ def compare_command(
         retry_failed=retry_failed,
         say=say_on(console),
     )
-    for each in tables(comparison.results):
-        console.print()
-        show_table(console, each.title, each.headings, each.rows)
-        console.print(Text(each.note, style="dim"))
+    show_tables(console, tables(comparison.results))
     console.print()
     for sentence in sentences(comparison.results):
         console.print(Text(legible(sentence, one_line=True)))

@@ -14,6 +14,8 @@ from legato.algorithms.catalogue import Entry, algorithm_names, entry
 from legato.algorithms.cautions import cautions
 from legato.algorithms.override import ONE, differences, flatten, parts_of
 from legato.api import algorithm
+from legato.cli.options import known_names
+from legato.config.peers import describe_key, find_key
 from legato.config.sources import read_word
 from legato.core.importing import code_at, is_import_path
 from legato.core.parts import Part, lookup, names, nearest, part_at
@@ -54,7 +56,10 @@ def explain_all() -> None:
     for kind, slot in SLOTS.items():
         table.add_row(slot, ", ".join(names(kind)))
     console.print(table)
-    console.print("\nlegato explain NAME explains an algorithm or a part; two names compare; --set PATH=VALUE changes one.")
+    console.print(
+        "\nlegato explain NAME explains an algorithm, a part, a task, a reward, an engine or an option (training.lr);"
+        " two algorithms are compared; --set algorithm.PATH=VALUE changes one."
+    )
 
 
 def explain_one(name: str, changes: Sequence[str]) -> None:
@@ -68,8 +73,9 @@ def explain_one(name: str, changes: Sequence[str]) -> None:
             _print_part(part, name)
         return
     if name not in algorithm_names():
-        known = dict.fromkeys([*algorithm_names(), *(each for kind in SLOTS for each in names(kind))])
-        raise InputError(f"unknown algorithm or part {name!r}; {nearest(name, known)}")
+        key = find_key(tuple(name.split(".")))
+        words = nearest(name, known_names()).partition(" Known:")[0] if key is None else describe_key(*key)
+        raise InputError(f"unknown name {name!r}; {words}; legato explain lists the names, and options are as training.lr")
     published, value = _override(name, changes)
     console.print(f"[bold]{name}[/bold]  {escape(published.title)}  [dim]{escape(published.paper)}[/dim]\n")
     _print_formula(published)
@@ -148,7 +154,7 @@ def _parts_table(value: Algorithm) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(style="dim")
     for slot, part in _parts(value):
-        table.add_row(f"[bold]{slot}[/bold]", f"[bold]{part.name}[/bold]", escape(first_paragraph(part)))
+        table.add_row(f"[bold]algorithm.{slot}[/bold]", f"[bold]{part.name}[/bold]", escape(first_paragraph(part)))
         for field in dataclasses.fields(part):  # type: ignore[arg-type]
             table.add_row(
                 f"    {field.name}", _format_value(getattr(part, field.name)), escape(field.metadata.get("says", ""))
@@ -218,7 +224,7 @@ def _print_deviations(published: Algorithm, value: Algorithm) -> None:
     if changed:
         console.print("\n[bold]Deviates from the named algorithm[/bold]")
         for path, (before, after) in changed.items():
-            console.print(f"  {path}: {_side(before)} -> {_side(after)}")
+            console.print(f"  algorithm.{path}: {_side(before)} -> {_side(after)}")
 
 
 def _side(value: Any) -> str:
@@ -232,7 +238,7 @@ def _print_differences(values: Sequence[Algorithm], title: str) -> None:
     for path in paths:
         cells = [_format_value(each[path]) if path in each else "-" for each in flat]
         if len(set(cells)) > 1:
-            table.add_row(path, *map(escape, cells))
+            table.add_row(path if path.startswith("settings.") else f"algorithm.{path}", *map(escape, cells))
     console.print(f"\n[bold]{title}[/bold]" + ("" if table.row_count else " nothing"))
     if table.row_count:
         console.print(table)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from legato.pages.legible import legible
+from legato.run.watcher import lost_output
 
 
 class _Descriptor(io.RawIOBase):
@@ -94,12 +95,6 @@ def safe_output() -> Iterator[None]:
             undo.callback(setattr, sys, name, before)
             undo.callback(stream.flush)
         yield
-
-
-def lost_output(stream: object) -> OSError | None:
-    """Why a stream takes no more text; None while it does."""
-    error: OSError | None = getattr(stream, "lost", None)
-    return error
 
 
 def say_on(console: Console) -> Callable[[str], None]:

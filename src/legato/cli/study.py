@@ -7,7 +7,7 @@ from rich.text import Text
 
 from legato.cli.comparison import chosen_machine
 from legato.cli.output import say_on
-from legato.cli.tables import show_table
+from legato.cli.tables import show_tables
 from legato.compare.registration import read_study
 from legato.compare.study import run_study
 from legato.pages.study import tables
@@ -26,10 +26,7 @@ def study_command(
         retry_failed=retry_failed,
         say=say_on(console),
     )
-    for table in tables(result.results):
-        console.print()
-        show_table(console, table.title, table.headings, table.rows)
-        console.print(Text(table.note, style="dim"))
+    show_tables(console, tables(result.results))
     console.print()
     console.print(Text(f"verdict    {result.results['verdict']}"))
     console.print(Text(f"page       {result.folder / 'study.html'}"), soft_wrap=True)

@@ -1,12 +1,13 @@
 """Prints tables on terminals of any width. Words and numbers are never broken; columns that do not fit follow below."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from legato.pages.comparison_tables import Table as PageTable
 from legato.pages.legible import legible
 
 _BETWEEN = 2
@@ -39,6 +40,14 @@ def show_table(console: Console, title: str, headings: Sequence[str], rows: Sequ
         if part:
             console.print()
         console.print(table)
+
+
+def show_tables(console: Console, tables: Iterable[PageTable]) -> None:
+    """Print the tables of a page, each with its note below."""
+    for each in tables:
+        console.print()
+        show_table(console, each.title, each.headings, each.rows)
+        console.print(Text(each.note, style="dim"))
 
 
 def _width(places: Sequence[int], widths: Sequence[int]) -> int:

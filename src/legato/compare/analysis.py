@@ -7,7 +7,7 @@ from typing import Any
 
 from legato.compare.outcomes import COUNTED
 from legato.compare.registration import Comparison, Study, Term
-from legato.diagnostics.statistics.paired import WANTED_POWER, Paired, compare_pairs, power, seeds_needed
+from legato.diagnostics.statistics.paired import ERROR_RATE, WANTED_POWER, Paired, compare_pairs, power, seeds_needed
 
 Outcome = Mapping[str, Any]
 
@@ -105,7 +105,7 @@ def _compare(study: Study, comparison: Comparison, runs: Sequence[Outcome], seed
         "differences": differences,
         "mean": paired.mean,
         "interval": [paired.low, paired.high],
-        "level": 1 - 0.05 / count,
+        "level": 1 - ERROR_RATE / count,
         "spread": paired.spread,
         "margin": comparison.margin,
         "verdict": paired.verdict,

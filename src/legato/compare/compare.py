@@ -1,6 +1,5 @@
 """`legato compare`: train every arm with every seed, then compare the arms as far as the seeds allow."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,11 +29,11 @@ _REPORT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The result of a comparison."""
+    """The result of a comparison or a study."""
 
     folder: Path
     results: dict[str, Any]
-    """What compare.json holds."""
+    """What compare.json or study.json holds."""
     exit_code: int
 
 
@@ -67,18 +66,12 @@ def compare(
     machine = machine or Machine()
     store, planned = plan_runs(definition, folder or _folder(definition))
     say = GuardedSay(say, store.path)
-    unequal = differences(planned)
-    if unequal and not definition.unequal:
-        raise InputError(
-            f"the arms do not share problems, weights and budget: {'; '.join(unequal)}; set it for all of them, or compare"
-            " them as they are with --unequal"
-        )
+    unequal = check_equal(definition, planned, "or compare them as they are with --unequal")
     with preparing(store, definition, planned, retry_failed):
 
         def report() -> dict[str, Any]:
             results = collect(definition, planned, store, machine, unequal)
-            text = json.dumps(results, indent=1, allow_nan=False) + "\n"
-            (store.path / "compare.json").write_text(text, encoding="utf-8")
+            store.write_results("compare.json", results)
             write_pages(store.path, results)
             return results
 
@@ -95,6 +88,17 @@ def plan_runs(definition: Definition, folder: Path) -> tuple[Store, list[Job]]:
     if "=" in str(folder):
         raise InputError(f"the folder {folder} holds an equals sign, which is for options; --out FOLDER names another")
     return Store(folder), jobs(definition, folder)
+
+
+def check_equal(definition: Definition, planned: Sequence[Job], otherwise: str) -> list[str]:
+    """How the arms differ in what they should share; InputError unless the definition allows that."""
+    unequal = differences(planned)
+    if unequal and not definition.unequal:
+        raise InputError(
+            "expected arms that share problems, weights and budget, got others:"
+            f" {'; '.join(unequal)}; set it for all of them, {otherwise}"
+        )
+    return unequal
 
 
 @contextmanager
@@ -130,7 +134,7 @@ def run_jobs(
     def ended(end: EndedRun) -> None:
         job = by_name[end.name]
         try:
-            if end.code and not end.interrupted:
+            if end.code and not end.interrupted and store.state(job) != "unhealthy":
                 store.note_failure(job, end.code, end.reason)
             if time.monotonic() - reported[-1] > _REPORT_SECONDS:
                 reported.append(time.monotonic())
@@ -143,6 +147,7 @@ def run_jobs(
         lines = {
             "done": f"done     {end.name}: {_share(run['score'])} in {duration(run['seconds'])}",
             "collapsed": f"collapsed {end.name}: {run['collapsed']}",
+            "unhealthy": f"unhealthy {end.name}: {run['reason']}",
             "failed": f"failed   {end.name}: {run['reason']} ({store.log_path(job)})",
         }
         say(lines.get(run["status"], f"stopped  {end.name} at step {run['steps']}"))
@@ -154,7 +159,7 @@ def _tasks(planned: Sequence[Job], store: Store) -> list[Task]:
     tasks = []
     for job in planned:
         state = store.state(job)
-        if state in ("done", "failed"):
+        if state in ("done", "unhealthy", "failed"):
             continue
         if state == "begun":
             store.clear(job)

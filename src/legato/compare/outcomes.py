@@ -14,7 +14,7 @@ from legato.pages.summary import evaluations, number
 MOST_POINTS = 120
 """Of a curve in compare.json; a page of many runs stays small."""
 
-COUNTED = ("done", "collapsed", "failed")
+COUNTED = ("done", "collapsed", "unhealthy", "failed")
 """Endings that count. A run that is still under way, or was stopped and can go on, does not yet."""
 
 CLIP = "clip/tokens"
@@ -27,15 +27,17 @@ PHASES = ("rollouts", "anchor", "update")
 
 
 def outcome(job: Job, store: Store) -> dict[str, Any]:
-    """Return the outcome of a run. A failed run counts with its last accuracy, or 0 without one."""
+    """Return the outcome of a run. One that failed or that the health watch ended counts with its last accuracy, or 0."""
     state, failure, records = store.state(job), store.failure(job), store.records(job)
     measured = [(each.step, each.sampled, each.greedy) for each in evaluations(records) if each.sampled is not None]
     course = [(sampled.value, sampled.low, sampled.high) for _, sampled, _ in measured]
     steps = [record for record in records if record.get("kind") == "step"]
     origin = next((record for record in records if record.get("kind") == "origin"), {})
-    collapsed = collapse(course) if state in ("done", "failed") else None
+    collapsed = collapse(course) if state in ("done", "unhealthy", "failed") else None
     ending = next((str(record.get("reason")) for record in reversed(records) if record.get("kind") == "end"), None)
-    status = {"failed": "failed", "done": "collapsed" if collapsed else "done", "absent": "waiting"}.get(state, "stopped")
+    whole = "collapsed" if collapsed else "done"
+    statuses = {"failed": "failed", "unhealthy": "unhealthy", "done": whole, "absent": "waiting"}
+    status = statuses.get(state, "stopped")
     training = job.resolved.config.training
     return {
         "name": job.name,
@@ -46,7 +48,7 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
         "status": status,
         "collapsed": collapsed,
         "reason": ending if failure is None else f"exit code {failure['code']}: {failure['reason']}",
-        "score": course[-1][0] if course else 0.0 if state == "failed" else None,
+        "score": course[-1][0] if course else 0.0 if state in ("failed", "unhealthy") else None,
         "greedy": None if not measured or measured[-1][2] is None else measured[-1][2].value,
         "start": course[0][0] if course else None,
         "best": max(course)[0] if course else None,
@@ -72,6 +74,13 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
         "deviations": list(job.resolved.deviations),
         "origin": {key: origin.get(key) for key in ("weights", "problems")},
     }
+
+
+def outcomes(planned: Sequence[Job], store: Store) -> list[dict[str, Any]]:
+    """The outcomes of all runs. InputError if runs that should have started alike did not."""
+    runs = [outcome(job, store) for job in planned]
+    check_origins(list(zip(planned, runs, strict=True)))
+    return runs
 
 
 def check_origins(runs: Sequence[tuple[Job, Mapping[str, Any]]]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from legato.compare.definition import Definition
 from legato.compare.jobs import Job, points
-from legato.compare.outcomes import COUNTED, check_origins, outcome
+from legato.compare.outcomes import COUNTED, outcomes
 from legato.compare.processes import Machine
 from legato.compare.store import FORMAT, Store
 from legato.diagnostics.collapse import DEFINITION
@@ -23,8 +23,7 @@ def collect(
     definition: Definition, planned: Sequence[Job], store: Store, machine: Machine, unequal: Sequence[str]
 ) -> dict[str, Any]:
     """Return the content of compare.json. Unfinished runs are listed but not counted."""
-    runs = [outcome(job, store) for job in planned]
-    check_origins(list(zip(planned, runs, strict=True)))
+    runs = outcomes(planned, store)
     first = next(iter(definition.arms))
     config = planned[0].resolved.config
     return {
@@ -74,7 +73,7 @@ def _arm(runs: Sequence[Outcome], scores: Sequence[float]) -> dict[str, Any]:
         "iqm": interquartile_mean(scores),
         "iqm_interval": interval(interquartile_mean, scores),
         "collapsed": sum(run["status"] == "collapsed" for run in runs),
-        "failed": sum(run["status"] == "failed" for run in runs),
+        "failed": sum(run["status"] in ("failed", "unhealthy") for run in runs),
         **{key: mean(values) if values else None for key, values in known.items()},
         "phases": {phase: mean([run["phases"][phase] for run in runs]) for phase in runs[0]["phases"]},
     }

@@ -19,13 +19,14 @@ from legato.compare.definition import Definition
 from legato.compare.jobs import Job
 from legato.config.load import dump, load
 from legato.errors import InputError
+from legato.health.explain import STOPPED
 from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
 from legato.records.lock import hold_lock
 
 FORMAT = 1
-State = Literal["absent", "begun", "stopped", "done", "failed"]
-"""begun: there, but without a checkpoint to go on from; stopped: with one."""
+State = Literal["absent", "begun", "stopped", "done", "unhealthy", "failed"]
+"""begun: there, but without a checkpoint to go on from; stopped: with one; unhealthy: the health watch ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ class Store:
                 " --out FOLDER begins another"
             )
 
+    def write_results(self, name: str, results: Mapping[str, Any]) -> None:
+        """Write the results as JSON; a number that is not finite is a fault."""
+        text = json.dumps(results, indent=1, allow_nan=False) + "\n"
+        (self.path / name).write_text(text, encoding="utf-8")
+
     def config_path(self, job: Job) -> Path:
         return self.path / "configs" / f"{job.name}.toml"
 
@@ -96,8 +102,12 @@ class Store:
         except (ValueError, RunDirectoryError):
             # Damaged records, say: a resumed run repairs them. Only a run without a checkpoint has to start again.
             records = []
-        if records and records[-1].get("kind") == "end" and not str(records[-1].get("reason")).startswith("stopped by"):
-            return "done"
+        if records and records[-1].get("kind") == "end":
+            reason = str(records[-1].get("reason"))
+            if reason.startswith(STOPPED):
+                return "unhealthy"
+            if not reason.startswith("stopped by"):
+                return "done"
         return "stopped" if directory.checkpoint_steps() else "begun"
 
     def records(self, job: Job) -> list[dict[str, Any]]:

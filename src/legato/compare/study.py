@@ -1,16 +1,14 @@
 """`legato study`: run a registered grid of arms, seeds, sweeps and beds, and compare them once every run has ended."""
 
-import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from legato.compare.analysis import analyse, describe_power, is_complete
-from legato.compare.compare import GuardedSay, plan_runs, preparing, run_jobs
-from legato.compare.jobs import differences
-from legato.compare.outcomes import check_origins, outcome
+from legato.compare.compare import Comparison, GuardedSay, check_equal, plan_runs, preparing, run_jobs
+from legato.compare.outcomes import outcomes
 from legato.compare.processes import Machine
 from legato.compare.registration import ENDPOINTS, Study, registering_commit
 from legato.diagnostics.collapse import DEFINITION
@@ -18,16 +16,6 @@ from legato.errors import InputError
 from legato.pages.study import write_study_page
 
 FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StudyResult:
-    """The result of a study."""
-
-    folder: Path
-    results: dict[str, Any]
-    """The content of study.json."""
-    exit_code: int
 
 
 def run_study(
@@ -39,7 +27,7 @@ def run_study(
     only: str | None = None,
     retry_failed: bool = False,
     say: Callable[[str], None] = print,
-) -> StudyResult:
+) -> Comparison:
     """Train all unfinished runs. When the last one has ended, compare; before that the results hold no comparison.
 
     With `pilot` the pilot seeds run instead, in a folder of their own. With `only`, the run of that name alone.
@@ -52,9 +40,7 @@ def run_study(
         definition = replace(definition, seeds=study.pilot_seeds)
     store, planned = plan_runs(definition, folder or Path("runs") / f"study-{study.file.stem}{'-pilot' if pilot else ''}")
     say = GuardedSay(say, store.path)
-    unequal = differences(planned)
-    if unequal and not definition.unequal:
-        raise InputError(f"the arms of a bed do not share problems, weights and budget: {'; '.join(unequal)}")
+    check_equal(definition, planned, "or allow it with unequal = true")
     chosen = planned if only is None else [job for job in planned if job.name == only]
     if not chosen:
         raise InputError(f"expected the name of a run, got {only!r} (--only); the first is {planned[0].name}")
@@ -64,26 +50,34 @@ def run_study(
                 f"power {each['power']:.0%} with {len(definition.seeds)} seeds for {each['name']!r}; {each['seeds_needed']}"
                 f" seeds would have {each['wanted']:.0%}"
             )
+    registered = registering_commit(study.file.absolute(), study.sha256)  # git reads the whole history of the file
     with preparing(store, definition, planned, retry_failed):
 
         def report() -> dict[str, Any]:
-            runs = [outcome(job, store) for job in planned]
-            check_origins(list(zip(planned, runs, strict=True)))
-            results = describe(study, runs, machine, pilot=pilot, seeds=definition.seeds)
-            text = json.dumps(results, indent=1, allow_nan=False) + "\n"
-            (store.path / "study.json").write_text(text, encoding="utf-8")
+            runs = outcomes(planned, store)
+            results = describe(study, runs, machine, pilot=pilot, seeds=definition.seeds, registered=registered)
+            store.write_results("study.json", results)
             write_study_page(store.path, results)
             return results
 
         code = run_jobs(chosen, store, machine, say, report)
         results = report()
-    return StudyResult(folder=store.path, results=results, exit_code=code)
+    return Comparison(folder=store.path, results=results, exit_code=code)
 
 
 def describe(
-    study: Study, runs: list[dict[str, Any]], machine: Machine, *, pilot: bool, seeds: tuple[int, ...]
+    study: Study,
+    runs: list[dict[str, Any]],
+    machine: Machine,
+    *,
+    pilot: bool,
+    seeds: tuple[int, ...],
+    registered: dict[str, str] | None,
 ) -> dict[str, Any]:
-    """The content of study.json. An unfinished study has no comparisons, and its runs no scores: nobody looks early."""
+    """The content of study.json. An unfinished study has no comparisons, and its runs no scores: nobody looks early.
+
+    `registered` is the commit that registered the study (`registering_commit`).
+    """
     definition, complete = study.definition, is_complete(runs)
     analysis = analyse(study, runs, seeds) if complete else {"comparisons": [], "verdict": "unfinished"}
     if not complete:
@@ -96,7 +90,7 @@ def describe(
         "registration": {
             "file": study.file.name,
             "sha256": study.sha256,
-            "registered": registering_commit(study.file.absolute(), study.sha256),
+            "registered": registered,
         },
         "question": study.question,
         "confirmed": study.confirmed,

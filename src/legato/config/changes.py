@@ -19,6 +19,8 @@ def _resume_rules() -> dict[str, str]:
 
 def verdict(path: str) -> str:
     """'free', 'flag' or 'refused' for an option. Options of algorithms, tasks and rewards need the flag."""
+    if path.startswith("evaluation.sets."):
+        path = "evaluation.sets"  # its tables have names of the writer's choice and options of tasks and rewards
     return _resume_rules().get(path, "flag")
 
 
@@ -32,11 +34,16 @@ def check(before: Resolved, after: Resolved, allowed: bool) -> list[str]:
         change = f"{path} = {new.get(path)!r} (was {old.get(path)!r})"
         kind = verdict(path)
         if path == "training.steps" and _lr_follows_steps(before, after):
-            kind = "flag"
+            kind, change = (
+                "flag",
+                f"{change}, which the learning rate follows (schedule, warm_up_updates),",
+            )
         if kind == "refused":
             faults.append(f"{change} cannot change in a resumed run; start a new one")
         elif kind == "flag" and not allowed:
-            faults.append(f"{change} changes the training; add --allow-changes if that is what you want")
+            faults.append(
+                f"{change} changes the training; add --allow-changes (in Python allow_changes=True) if that is what you want"
+            )
         else:
             sentences.append(f"changed: {change}")
     if faults:

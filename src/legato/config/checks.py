@@ -7,10 +7,11 @@ from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.override import flatten as flatten_algorithm
-from legato.config.kinds import FAMILIES, find
+from legato.config.kinds import find, usual_evaluation
 from legato.config.messages import show_value
 from legato.config.resolved import flatten
-from legato.config.schema import Config
+from legato.config.schema import Config, Evaluation, EvaluationSet
+from legato.config.sections import FAMILIES
 from legato.core.importing import is_import_path
 from legato.core.parts import names, nearest
 from legato.errors import InputError
@@ -18,6 +19,7 @@ from legato.health.actions import HealthSettings
 from legato.health.rules import RULES
 from legato.health.tighten import clip_bounds
 from legato.rollouts.registry import engine_names
+from legato.training.evaluate import measure_names
 
 _LARGEST_EPSILON = 1e-3
 """Largest epsilon of Adam. A larger value is probably meant as a clip range, which other trainers call epsilon."""
@@ -49,7 +51,7 @@ class Case:
 
 def disagreements(case: Case) -> Iterator[str]:
     """The messages of all checks."""
-    checks = (_updates, _stages, _epochs, _environment, _reward, _engine, _mismatch, _evaluation, _health, _output)
+    checks = (_updates, _stages, _epochs, _environment, _reward, _engine, _mismatch, _evaluation, _sets, _health, _output)
     for check in (*checks, _algorithm, _turns, _values, _float32):
         yield from check(case)
 
@@ -184,6 +186,24 @@ def _evaluation(case: Case) -> Iterator[str]:
                 "at least 1",
                 f"{case.describe(f'evaluation.{path}')} can only be reached by evaluations during the run",
             )
+
+
+def _sets(case: Case) -> Iterator[str]:
+    """Refuse a best checkpoint by a metric that no evaluation of the run measures."""
+    evaluation = case.config.evaluation
+    measured = ["eval/accuracy_sampled", *(["eval/accuracy_greedy"] if evaluation.greedy else [])]
+    for name, each in evaluation.sets.items():
+        measured += [f"eval/{name}/{measure}" for measure in measure_names(samples_of_set(each, evaluation))]
+    if evaluation.best_metric not in measured:
+        yield case.refuse(
+            "evaluation.best_metric", "a metric of an evaluation of this run", nearest(evaluation.best_metric, measured)
+        )
+
+
+def samples_of_set(each: EvaluationSet, evaluation: Evaluation) -> int:
+    """Responses for each problem of a set: as configured, else as usual for a published set."""
+    usual = usual_evaluation(each.task.kind)
+    return each.samples_per_problem or (evaluation.samples_per_problem if usual is None else usual.samples)
 
 
 def _health(case: Case) -> Iterator[str]:

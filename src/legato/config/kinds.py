@@ -3,17 +3,15 @@
 import dataclasses
 import functools
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from legato.core.fields import Rule
+from legato.config.sections import FAMILIES, Section, declared_fields, require_options, unknown_kind, value_from_toml
 from legato.core.importing import is_import_path, make_imported
-from legato.core.parts import Part, lookup, names, nearest
+from legato.core.parts import Part, lookup, names
 from legato.errors import InputError
-
-FAMILIES = {"task": ("task", "data"), "reward": ("reward",), "environment": ("environment",)}
-"""The kinds of parts that `task.kind`, `reward.kind` and `task.environment` may name."""
+from legato.tasks.data import Usual
 
 
 @functools.cache
@@ -34,11 +32,17 @@ def find(family: str, kind: str) -> type[Part] | None:
     for registry in FAMILIES[family]:
         if kind in names(registry):
             return lookup(registry, kind)
-    known = [name for registry in FAMILIES[family] for name in names(registry)]
-    own = '"module:name" or "file.py:name" of your own'
-    if not known:
-        raise InputError(f"unknown {family} {kind!r}; none is registered, give {own}")
-    raise InputError(f"unknown {family} {kind!r}; {nearest(kind, known)}, or {own}")
+    raise unknown_kind(family, kind, [name for registry in FAMILIES[family] for name in names(registry)])
+
+
+def find_section(family: str, kind: str) -> Section | None:
+    """The options of a named part; None for an import path."""
+    part = find(family, kind)
+    if part is None:
+        return None
+    return Section(
+        fields=declared_fields(part), make=lambda **options: complete_options(part, options), usual=usual_options(part)
+    )
 
 
 def make(family: str, kind: str, options: Mapping[str, Any]) -> Any:
@@ -61,17 +65,20 @@ def complete_options(part: type[Part], options: Mapping[str, Any]) -> dict[str, 
     return completed
 
 
-def refused_options(part: type[Part], options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(option, what is allowed) for each option with a value that is not allowed."""
-    for field in dataclasses.fields(part):  # type: ignore[arg-type]
-        rule: Rule | None = field.metadata.get("rule")
-        if rule is not None and field.name in options and not rule.takes(_from_toml(part, field.name, options[field.name])):
-            yield field.name, f"{rule.allowed} or absent" if rule.optional else rule.allowed
-
-
 def option_names(part: type[Part]) -> list[str]:
     """The names of a part's options."""
     return [field.name for field in dataclasses.fields(part) if field.init]  # type: ignore[arg-type]
+
+
+def usual_options(part: type[Part] | None) -> dict[str, Any]:
+    """The options that a task has by default as an evaluation set, where they differ from those of training."""
+    usual: Usual | None = getattr(part, "usual", None)
+    return {} if usual is None else dict(usual.options)
+
+
+def usual_evaluation(kind: str) -> Usual | None:
+    """How a task is usually evaluated; None if it is no published set."""
+    return getattr(find("task", kind), "usual", None)
 
 
 def to_toml(value: Any) -> Any:
@@ -82,25 +89,11 @@ def to_toml(value: Any) -> Any:
 
 
 def _construct(part: type[Part], options: Mapping[str, Any]) -> Part:
-    needed = [
-        field.name
-        for field in dataclasses.fields(part)  # type: ignore[arg-type]
-        if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
-    for name in needed:
-        if name not in options:
-            raise InputError(f"expected the option {name!r} of {part.kind} '{part.name}', got nothing; set it")
+    fields = declared_fields(part)
+    require_options(f"{part.kind} '{part.name}'", fields, options)
     try:
-        return part(**{name: _from_toml(part, name, value) for name, value in options.items()})
+        rules = {name: declared.rule for name, declared in fields.items()}
+        return part(**{name: value_from_toml(rules.get(name), value) for name, value in options.items()})
     # A number too large for a float, a regular expression too large for its compiler, a file that is not there.
     except (TypeError, OverflowError, RecursionError, OSError) as error:
         raise InputError(f"{part.kind} '{part.name}': {error}") from None
-
-
-def _from_toml(part: type[Part], name: str, value: Any) -> Any:
-    """A TOML value as the part expects it: lists become tuples, `false` becomes None if the option does not allow false."""
-    field = next((field for field in dataclasses.fields(part) if field.name == name), None)  # type: ignore[arg-type]
-    rule = field.metadata.get("rule") if field is not None else None
-    if value is False and rule is not None and not rule.accepts(False) and rule.optional:
-        return None
-    return tuple(value) if isinstance(value, list) else value

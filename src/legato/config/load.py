@@ -3,8 +3,8 @@
     resolved = load([Path("recipes/tiny.toml")], ["training.lr=1e-4", "algorithm=grpo"])
     resolved.config.training.lr;  resolved.algorithm;  resolved.deviations;  resolved.provenance["training.lr"]
 
-Sources, low to high: the defaults, the settings of the named algorithm, TOML files from left to right, `path=value` words,
-values given in Python. All faults are raised in one InputError, a line for each.
+Sources, low to high: the defaults, the settings of the named algorithm, a translated configuration of TRL, TOML files from
+left to right, `path=value` words, values given in Python. All faults are raised in one InputError, a line for each.
 """
 
 import dataclasses
@@ -15,12 +15,15 @@ from typing import Any
 from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.catalogue import entry, is_published
 from legato.algorithms.override import ONE, SEVERAL, override, parts_of
-from legato.config import choose
+from legato.config import choose, kinds, lora_lr
 from legato.config.checks import Case, disagreements
+from legato.config.clamp import clamp
 from legato.config.resolved import Resolved, algorithm_values, dump, flatten
 from legato.config.schema import AlgorithmName, Config
+from legato.config.sections import section_of
 from legato.config.sources import Layer, from_file, from_overrides, from_settings, from_words
-from legato.config.validate import merge, validate
+from legato.config.unknown import verl_options
+from legato.config.validate import merge, reward_of_environment, validate
 from legato.core.importing import OwnCode
 from legato.core.parts import code_of, lookup
 from legato.errors import InputError
@@ -30,17 +33,26 @@ __all__ = ["Resolved", "dump", "flatten", "load"]
 MADE_IN_PYTHON = "made in Python, or of its parts in a recipe: it has no published form"
 
 
-def load(sources: Sequence[Path], words: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> Resolved:
-    """The checked configuration from files, words and values given in Python."""
-    layers = [*map(from_file, sources), from_words(words), from_overrides(overrides or {})]
-    faults: list[str] = []
+def load(
+    sources: Sequence[Path],
+    words: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    lowest: Layer | None = None,
+) -> Resolved:
+    """The checked configuration from files, words and values given in Python, above the options of `lowest`."""
+    layers = [*([] if lowest is None else [lowest]), *map(from_file, sources), from_words(words)]
+    layers.append(from_overrides(overrides or {}))
+    faults = [line for layer in layers for line in verl_options(layer)]
+    if faults:
+        raise InputError("\n".join(faults))
     base, name_origin = choose.choose_algorithm(layers, AlgorithmName().name)
-    merged = Layer()
+    merged, root = Layer(), section_of(Config)
     for layer in (from_settings(base.name, base.settings), *layers):
-        merge(merged, layer)
-    _reward_of_environment(merged)
+        merge(merged, layer, root)
+    reward_of_environment(merged)
     algorithm, changed_at = choose.apply_changes(base, layers, faults)
-    config = validate(merged, faults)
+    config: Config | None = validate(merged, faults, root, kinds.find_section)
     if config is None or faults:
         raise InputError("\n".join(dict.fromkeys(faults)))
     # The user's own algorithm deviates from nothing. Its settings were merged into the run like any other.
@@ -52,6 +64,8 @@ def load(sources: Sequence[Path], words: Sequence[str] = (), overrides: Mapping[
     changes = choose.changes_of(published, algorithm)
     config = dataclasses.replace(config, algorithm=AlgorithmName(name=published.name, changes=changes))
     origin = _origins(config, algorithm, published, merged, {**changed_at, "name": name_origin})
+    fitted = clamp(config, algorithm, origin)
+    config = fitted.config
     conflicts = list(disagreements(Case(config=config, algorithm=algorithm, origin=origin)))
     if conflicts:
         raise InputError("\n".join(conflicts))
@@ -60,16 +74,10 @@ def load(sources: Sequence[Path], words: Sequence[str] = (), overrides: Mapping[
         config=config,
         algorithm=algorithm,
         deviations=tuple(choose.deviations(published, algorithm, values)) if is_published(base.name) else (MADE_IN_PYTHON,),
-        provenance={path: origin(path) for path in values},
+        provenance={path: fitted.changes.get(path) or origin(path) for path in values},
         code=_own_files(algorithm),
+        notes=tuple(fitted.notes),
     )
-
-
-def _reward_of_environment(merged: Layer) -> None:
-    """Use the rewards of the environment if no other reward is named."""
-    reward = {} if merged.at(("reward",)) is None else merged.at(("reward",))
-    if merged.at(("task", "environment")) and isinstance(reward, dict) and not {"kind", "components"} & set(reward):
-        merged.put(("reward", "kind"), "environment", lambda _: "task.environment")
 
 
 def _own_files(algorithm: Algorithm) -> tuple[OwnCode, ...]:
@@ -92,7 +100,8 @@ def _own_files(algorithm: Algorithm) -> tuple[OwnCode, ...]:
 def _fill_dependent(
     config: Config, algorithm: Algorithm, merged: Layer, changed_at: dict[str, str]
 ) -> tuple[Config, Algorithm]:
-    """Fill in options that follow from others: the constant of an aggregate, and one stage if there is no second task."""
+    """Fill in options that follow from others: the constant of an aggregate, one stage if there is no second task, and the
+    learning rate of adapters."""
     if getattr(algorithm.aggregate, "constant", 0.0) is None:
         algorithm = override(algorithm, {"aggregate.constant": config.rollouts.max_response_tokens})
         changed_at["aggregate.constant"] = "rollouts.max_response_tokens"
@@ -101,6 +110,10 @@ def _fill_dependent(
     if config.task.stages == 2 and config.task.second is None and from_algorithm:
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, stages=1))
         merged.put(("task", "stages"), 1, lambda _: "there is no task.second")
+    if config.policy.lora is not None and merged.at(("training", "lr")) is None:
+        lr = round(lora_lr.FACTOR * config.training.lr, 12)  # 1e-05 and not 9.999999999999999e-06
+        config = dataclasses.replace(config, training=dataclasses.replace(config.training, lr=lr))
+        merged.put(("training", "lr"), lr, lambda _: lora_lr.ORIGIN)
     return config, algorithm
 
 

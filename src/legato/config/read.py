@@ -1,5 +1,6 @@
 """Reads TOML files. Errors are one line with the file and, if known, the line number."""
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -19,9 +20,22 @@ _IN_OUR_WORDS = {
 }
 
 
+RECIPES = Path(__file__).parents[1] / "recipes"
+"""The recipes in the package; in a checkout a link to recipes/."""
+
+
+def find_recipe(path: Path) -> Path:
+    """The recipe of the package that `recipes/NAME.toml`, `NAME.toml` or `NAME` names, where no such file is here."""
+    if os.path.exists(path) or path.is_absolute() or path.suffix not in ("", ".toml"):
+        return path
+    inside = path.relative_to("recipes") if path.is_relative_to("recipes") else path
+    packaged = (RECIPES / inside.parent / f"{inside.name.removesuffix('.toml')}.toml").absolute()
+    return packaged if ".." not in inside.parts and os.path.isfile(packaged) else path
+
+
 def read_file(path: Path) -> tuple[str, dict[str, Any]]:
-    """The text of a TOML file and its parsed tree."""
-    text = _decode(path, _bytes(path))
+    """The text of a TOML file and its parsed tree. A recipe of the package is found from any directory."""
+    text = _decode(path, _bytes(find_recipe(path)))
     try:
         tree = tomllib.loads(text)
     except RecursionError:
@@ -44,7 +58,9 @@ def _bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)
     except FileNotFoundError:
-        raise InputError(f"{path}: expected a TOML file, got a path that does not exist") from None
+        recipes = ", ".join(sorted(each.stem for each in RECIPES.glob("*.toml")))
+        hint = "" if path.is_absolute() else f"; recipes in the package: {recipes}"
+        raise InputError(f"{path}: expected a TOML file, got a path that does not exist{hint}") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     if len(content) > _LARGEST_FILE:

@@ -28,11 +28,17 @@ class Resolved:
     """Where the value at each path came from: "recipes/x.toml:12", "word 3: training.lr=1", "algorithm gspo", "default"."""
     code: tuple[OwnCode, ...] = ()
     """The user's files that parts of the algorithm come from."""
+    notes: tuple[str, ...] = ()
+    """Each option that was fitted to options given by hand, in words (`clamp.py`)."""
 
     @property
     def values(self) -> dict[str, Any]:
         """Every value by its dotted path; `provenance` has the same paths."""
         return {**flatten(self.config), **algorithm_values(self.algorithm)}
+
+
+_BY_NAME = ("components", "sets")
+"""Fields that hold tables by names of the writer's choice."""
 
 
 def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
@@ -44,7 +50,7 @@ def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
             flat |= {prefix + name: option for name, option in value.items()}
         elif dataclasses.is_dataclass(value):
             flat |= flatten(value, f"{path}.")
-        elif field.name == "components":
+        elif field.name in _BY_NAME:
             flat |= {key: v for name, each in value.items() for key, v in flatten(each, f"{path}.{name}.").items()}
         elif field.name != "changes":
             flat[path] = value
@@ -71,8 +77,8 @@ def _tree(section: Any) -> dict[str, Any]:
         value = getattr(section, field.name)
         if field.name == "options":
             tree |= {name: False if option is None else option for name, option in value.items()}
-        elif field.name == "components":
-            tree[field.name] = {name: _tree(component) for name, component in value.items()}
+        elif field.name in _BY_NAME:
+            tree[field.name] = {name: _tree(each) for name, each in value.items()}
         elif dataclasses.is_dataclass(value):
             tree[field.name] = _tree(value)
         elif value is not None:

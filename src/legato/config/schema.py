@@ -9,8 +9,8 @@ step and of the optimizer. It declares only the options that the run itself read
 from collections.abc import Mapping
 from typing import Any
 
-from legato.core.fields import flag, integer, number, text, texts
-from legato.core.settings import free_table, narrow, optional_table, settings, table, tables
+from legato.core.fields import choice, flag, integer, number, text, texts
+from legato.core.settings import free_table, narrow, needed_table, optional_table, settings, table, tables
 from legato.health.actions import HealthSettings
 from legato.policy.model.load import Loading
 from legato.policy.model.supervised import WarmUp
@@ -163,8 +163,81 @@ class Training(TrainingSettings, OptimizerSettings):
 
 
 @settings(resume="free")
+class SetTask:
+    """The task of an evaluation set."""
+
+    kind: str = text(says='Where its problems come from; as task.kind. `task = "aime-24"` is short for it.')
+    options: Mapping[str, Any] = free_table(
+        default_factory=dict, says='The kind\'s own options, in the same table: path = "aime24.jsonl".'
+    )
+
+
+@settings(resume="free")
+class SetReward:
+    """The reward of an evaluation set."""
+
+    kind: str = text(says='Which reward; as reward.kind. `reward = "number"` is short for it.')
+    options: Mapping[str, Any] = free_table(default_factory=dict, says="The kind's own options, in the same table.")
+
+
+@settings(resume="free")
+class EvaluationSet:
+    """A set of problems that is evaluated beside the held-out ones."""
+
+    task: SetTask = needed_table(
+        SetTask, allowed="the name of a task or a table with its kind", says="Where its problems come from."
+    )
+    reward: SetReward | None = optional_table(
+        SetReward,
+        default=None,
+        says="The reward that judges its answers; absent: the usual one of a published set, else the reward of the run.",
+    )
+    problems: int | None = integer(
+        default=None,
+        says="How many problems, from the first; absent: all of a data set, task.held_out of a task made in code.",
+        minimum=1,
+        optional=True,
+    )
+    samples_per_problem: int | None = integer(
+        default=None,
+        says="Responses sampled for each problem, k of avg@k; absent: the usual number of a published set, else"
+        " evaluation.samples_per_problem.",
+        minimum=1,
+        optional=True,
+    )
+    every_steps: int | None = integer(
+        default=None,
+        says="Steps between evaluations of this set; 0: only before the first step and at the end; absent: as"
+        " evaluation.every_steps.",
+        minimum=0,
+        optional=True,
+    )
+    temperature: float | None = number(
+        default=None,
+        says="Temperature of the responses, 0: greedy; absent: evaluation.temperature.",
+        minimum=0.0,
+        maximum=HIGHEST_TEMPERATURE,
+        optional=True,
+    )
+    top_p: float | None = number(
+        default=None,
+        says="Keeps the likeliest tokens that hold this probability together; absent: all.",
+        above=0.0,
+        maximum=1.0,
+        optional=True,
+    )
+    max_response_tokens: int | None = integer(
+        default=None, says="The longest response; absent: rollouts.max_response_tokens.", minimum=1, optional=True
+    )
+
+    def check(self) -> None:
+        """InputError for a temperature that is neither 0 nor large enough to divide by."""
+        Sampling(temperature=1.0 if self.temperature is None else self.temperature)
+
+
+@settings(resume="free")
 class Evaluation:
-    """Evaluation on held-out problems."""
+    """Evaluation on held-out problems, and on further sets."""
 
     every_steps: int = integer(
         default=20, says="Steps between evaluations; 0: only before the first step and at the end.", minimum=0
@@ -191,6 +264,17 @@ class Evaluation:
         maximum=1.0,
         optional=True,
     )
+    best_metric: str = text(
+        default="eval/accuracy_sampled",
+        says='The metric by which the best checkpoint is chosen and kept: "eval/accuracy_greedy", "eval/NAME/avg@16",'
+        ' "eval/NAME/pass@8".',
+    )
+    sets: Mapping[str, EvaluationSet] = tables(
+        EvaluationSet,
+        default_factory=dict,
+        says="Further problems to evaluate on: `[[evaluation.sets]]` in a recipe, each with a name; or a list of the names"
+        " of tasks.",
+    )
 
 
 @settings(resume="free")
@@ -207,10 +291,19 @@ class Output:
     checkpoint_every_steps: int = integer(
         default=100, says="How often a checkpoint is written; 0: at the end and on a signal only.", minimum=0
     )
+    save_in_background: str = choice(
+        "auto",
+        "on",
+        "off",
+        default="auto",
+        says="Whether the run goes on while a checkpoint is written, from a copy in host memory; auto: on a GPU and with"
+        " several processes, where there is room for the copy.",
+    )
     keep_last: int = integer(default=2, says="Number of newest checkpoints that are kept, besides the best one.", minimum=1)
     rollouts_every_steps: int = integer(
         default=20,
-        says="How often the rollouts of a step are written, always those of the last step; 0: never.",
+        says="How often the rollouts of a step are written, always those of the last step; a run of few steps writes"
+        " them at least at every quarter; 0: never.",
         minimum=0,
     )
     rollout_tokens: int = integer(
@@ -218,10 +311,26 @@ class Output:
         says="For how many tokens of such a step ratio, log-prob, advantage and coefficient are written; 0: none.",
         minimum=0,
     )
+    log_every_steps: int = integer(
+        default=0,
+        says="Without a terminal, progress is a line every so many steps, too; 0: by time alone. The first and the last"
+        " step, evaluations and notes are always printed.",
+        minimum=0,
+    )
+    log_every_seconds: float = number(
+        default=30.0,
+        says="Without a terminal, progress is a line every so many seconds; 0: by steps alone.",
+        minimum=0.0,
+    )
     tensorboard: bool = flag(default=False, says="Whether metrics go to TensorBoard too.")
-    wandb: bool = flag(default=False, says="Whether metrics go to Weights & Biases too.")
-    project: str = text(default="legato", says="The project of Weights & Biases.")
+    wandb: bool = flag(default=False, says="Whether metrics and completions go to Weights & Biases too.")
+    trackio: bool = flag(default=False, says="Whether metrics and completions go to trackio too.")
+    project: str = text(default="legato", says="The project of Weights & Biases and trackio.")
     tags: tuple[str, ...] = texts(default=(), says="Tags in Weights & Biases.")
+
+    def rollout_interval(self, steps: int) -> int:
+        """Steps between stored rollouts in a run of so many steps; 0: none are stored."""
+        return min(self.rollouts_every_steps, -(-steps // 4))
 
 
 @settings()

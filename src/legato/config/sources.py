@@ -2,6 +2,7 @@
 
 import datetime
 import math
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +10,17 @@ from numbers import Integral, Real
 from pathlib import Path as File
 from typing import Any
 
-from legato.config.locate import Path, locate
+from legato.config.locate import Path, locate, locate_items
+from legato.config.messages import show_value
+from legato.config.names import ONE, SEVERAL
 from legato.config.read import read_file
 from legato.errors import InputError
 
 DEEPEST = 24
 """Deepest nesting of tables. No option is that deep, and functions that walk the tree are recursive."""
+
+_SLOT_HEADS = sorted({slot.partition(".")[0] for slot in (*ONE, *SEVERAL)})
+"""The first words of the slots of an algorithm: objective, advantage ..."""
 
 _PLAIN = (str, bool, int, float, datetime.date, datetime.time)
 """Types that TOML can store; a datetime is a date."""
@@ -80,8 +86,24 @@ def from_file(path: File) -> Layer:
     check_tree(tree, str(path))
     if "algorithm" in tree and not isinstance(tree["algorithm"], dict):
         tree["algorithm"] = {"name": tree["algorithm"]}
-    origins = {keys: f"{path}:{line}" for keys, line in locate(text.replace("\r\n", "\n")).items()}
-    return Layer(tree=tree, origins=origins)
+    text = text.replace("\r\n", "\n")
+    origins = {keys: f"{path}:{line}" for keys, line in {**locate_items(text), **locate(text)}.items()}
+    layer = Layer(tree=tree, origins=origins)
+    name_sets(layer)
+    return _gather_algorithm(layer)
+
+
+def _gather_algorithm(layer: Layer) -> Layer:
+    """Move slots of the algorithm that stand at the top, as in [objective.trust.clip], into the table of the algorithm."""
+    for head in [name for name in layer.tree if name in _SLOT_HEADS]:
+        value, origins = layer.tree[head], dict(layer.origins)
+        layer.drop((head,))
+        layer.put(("algorithm", head), value, lambda path, origins=origins: _nearest_origin(origins, path[1:]))  # type: ignore[misc]
+    return layer
+
+
+def _nearest_origin(origins: Mapping[Path, str], path: Path) -> str:
+    return Layer(origins=dict(origins)).origin(path)
 
 
 def from_words(words: Sequence[str]) -> Layer:
@@ -92,6 +114,7 @@ def from_words(words: Sequence[str]) -> Layer:
         path, value = read_word(word, f"word {index}")
         check_tree({"": value}, origin)
         layer.put(_keys(path, value, origin), value, lambda _, origin=origin: origin)  # type: ignore[misc]
+        name_sets(layer)
     return layer
 
 
@@ -103,7 +126,57 @@ def from_overrides(overrides: Mapping[str, Any]) -> Layer:
         value = _native(native, origin)
         check_tree({"": value}, origin)
         layer.put(_keys(path, value, origin), value, lambda _, origin=origin: origin)  # type: ignore[misc]
+        name_sets(layer)
     return layer
+
+
+SETS = ("evaluation", "sets")
+_SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""A set's name stands in metric keys (eval/NAME/avg@16) and in words (evaluation.sets.NAME.problems=8)."""
+
+
+def name_sets(layer: Layer) -> None:
+    """Turn the list of `[[evaluation.sets]]` into tables by name, so that sources merge set by set.
+
+    A string in place of a set is the name of its task; a string in place of the table of a task or a reward is its kind.
+    """
+    listed = layer.at(SETS)
+    if isinstance(listed, list):
+        tables: dict[str, Any] = {}
+        for place, each in enumerate(listed):
+            where = layer.origin((*SETS, str(place)))
+            name, table = _named_set(each, place, where)
+            if name in tables:
+                raise InputError(f"evaluation.sets[{place}]: expected a name of its own, got {name!r} again ({where})")
+            tables[name] = table
+            for path in [path for path in layer.origins if path[:3] == (*SETS, str(place))]:
+                layer.origins[(*SETS, name, *path[3:])] = layer.origins.pop(path)
+        layer.tree["evaluation"]["sets"] = tables
+    named = layer.at(SETS)
+    for name, table in named.items() if isinstance(named, dict) else ():
+        if not _SET_NAME.fullmatch(name):
+            raise InputError(
+                f"evaluation.sets: expected a name of letters, digits, - and _, got {show_value(name)}"
+                f" ({layer.origin((*SETS, name))})"
+            )
+        for part in ("task", "reward"):
+            if isinstance(table, dict) and isinstance(table.get(part), str):
+                origin = layer.origin((*SETS, name, part))
+                layer.put((*SETS, name, part), {"kind": table[part]}, lambda _, origin=origin: origin)  # type: ignore[misc]
+
+
+def _named_set(each: Any, place: int, where: str) -> tuple[str, dict[str, Any]]:
+    """The name of an entry of the list, and its table without it."""
+    if isinstance(each, str):
+        each = {"name": each, "task": each}
+    name = each.get("name") if isinstance(each, dict) else None
+    if not isinstance(name, str) or not _SET_NAME.fullmatch(name):
+        got = "none" if isinstance(each, dict) and name is None else show_value(name if isinstance(each, dict) else each)
+        raise InputError(
+            f"evaluation.sets[{place}]: expected a table with a name of letters, digits, - and _, or the name of a task, got"
+            f' {got} ({where}); write name = "..."'
+        )
+    return name, {key: value for key, value in each.items() if key != "name"}
 
 
 def from_settings(algorithm: str, settings: Mapping[str, Any]) -> Layer:
@@ -145,6 +218,9 @@ def _keys(path: Any, value: Any, origin: str) -> Path:
         raise InputError(
             f"expected the path of an option, at most six words, got a path of {len(keys)} words ({origin[:80]})"
         )
+    if keys[0] in _SLOT_HEADS:
+        # `legato explain --set` and `legato.algorithm` need no "algorithm." in front; here it may be left out too.
+        keys = ("algorithm", *keys)
     if keys[0] == "algorithm" and len(keys) > 2:
         # One key, as in a written configuration: a slot and the fields of its part cannot both be nested under one.
         return "algorithm", ".".join(keys[1:])

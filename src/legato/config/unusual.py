@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from legato.config import lora_lr
 from legato.config.messages import show_value
 from legato.config.resolved import Resolved
 
@@ -36,6 +37,9 @@ def _learning_rates(resolved: Resolved) -> Iterator[tuple[str, str]]:
             )
         if rate is not None and rate < _LOWEST_USUAL_LR:
             yield path, "is below 1e-9: most float32 weights cannot change by so little, so next to nothing will be learned"
+
+    if resolved.config.policy.lora is not None and _LOWEST_USUAL_LR <= training.lr < lora_lr.LOWEST_USUAL:
+        yield "training.lr", "is a learning rate for all weights; adapters (policy.lora) need about ten times as much, 1e-5"
 
 
 def _optimizer(resolved: Resolved) -> Iterator[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """The scored rollouts of a step as tables: one row per rollout, `[B, T]` per token, padded at the end; on the host."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from legato.core.rollout import START_STATE, TRUNCATED, Group, Rollout, Routes, Scored
+from legato.core.rollout import START_STATE, TRUNCATED, Group, Rollout, Routes, Score, Scored
 from legato.core.texts import Texts
 from legato.errors import InputError
 
@@ -27,6 +28,7 @@ class Batch:
     """[B] float64"""
     accuracy: Tensor
     components: Mapping[str, Tensor]
+    """Name -> [B] float64, sorted by name; NaN where the reward does not apply to a rollout (it returned None)."""
     truncated: Tensor
     rollout_id: Tensor
     turn_rewards: Tensor | None = None
@@ -53,7 +55,6 @@ def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batc
         kept_logmass = _table([torch.zeros_like(r.sampler_logprobs) if mass is None else mass for mass, r in masses]).to(
             dtype
         )
-    names = sorted({name for score in scores for name in score.components})
     mask, logprobs = (_table([getattr(r, name) for r in rollouts]) for name in ("mask", "sampler_logprobs"))
     _check(rollouts, mask, logprobs)
     return Batch(
@@ -72,15 +73,34 @@ def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batc
         kept_logmass=kept_logmass,
         rewards=torch.tensor([score.reward for score in scores], dtype=torch.float64),
         accuracy=torch.tensor([score.accuracy for score in scores], dtype=torch.float64),
-        components={
-            name: torch.tensor([score.components.get(name, 0.0) for score in scores], dtype=torch.float64) for name in names
-        },
+        components=_components(scores),
         truncated=torch.tensor([rollout.stop in TRUNCATED for rollout in rollouts]),
         rollout_id=torch.tensor([rollout.rollout_id for rollout in rollouts]),
         turn_rewards=_turn_rewards([member for _, member in members]),
         turn_states=_turn_states(rollouts),
         routes=_routes(rollouts, [number for number, _ in members], prompts),
     )
+
+
+def _components(scores: Sequence[Score]) -> dict[str, Tensor]:
+    """A column per component, also for one that applies to no rollout. A part that a breakdown leaves out is 0."""
+    names = {name for score in scores for name in score.components}
+    for reward in {name for score in scores for name in score.absent}:
+        if not any(_belongs(name, reward) for name in names):
+            names.add(reward)
+
+    def default(score: Score, name: str) -> float:
+        return math.nan if any(_belongs(name, reward) for reward in score.absent) else 0.0
+
+    def column(name: str) -> list[float]:
+        return [score.components[name] if name in score.components else default(score, name) for score in scores]
+
+    return {name: torch.tensor(column(name), dtype=torch.float64) for name in sorted(names)}
+
+
+def _belongs(component: str, reward: str) -> bool:
+    """Whether a component is a reward's value, or a part of its breakdown."""
+    return component == reward or component.startswith(f"{reward}/")
 
 
 def _turn_rewards(members: Sequence[Scored]) -> Tensor | None:

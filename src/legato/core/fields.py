@@ -7,11 +7,13 @@ text, and True is not 1. `resume` says what a resumed run may do with a setting;
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ParamSpec
 
 from legato.errors import InputError
 
@@ -31,6 +33,8 @@ class Rule:
     keep: Callable[[Any], Any] = lambda value: value
     optional: bool = False
     """None is accepted too."""
+    form: "Form | None" = dataclasses.field(default=None, compare=False)
+    """The function of this module that made the rule, and its arguments: `rule_of_form` makes it again from plain data."""
 
     @property
     def expected(self) -> str:
@@ -44,6 +48,39 @@ class Rule:
     def to_stored(self, value: Any) -> Any:
         """An allowed value in its stored form."""
         return None if value is None else self.keep(value)
+
+
+Form = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""(name of a function of this module, its positional arguments, its other arguments that make the rule)"""
+
+_P = ParamSpec("_P")
+_MAKERS: dict[str, Callable[..., Any]] = {}
+
+
+def _remember_form(make: Callable[_P, Any]) -> Callable[_P, Any]:
+    """Decorate a function that declares a field: its rule then knows how it was made."""
+
+    @functools.wraps(make)
+    def declared(*arguments: _P.args, **named: _P.kwargs) -> Any:
+        field = make(*arguments, **named)
+        ruling = {
+            name: value
+            for name, value in named.items()
+            if name not in ("default", "says", "resume") and value is not None and value is not False
+        }
+        rule = dataclasses.replace(field.metadata["rule"], form=(make.__name__, arguments, ruling))
+        field.metadata = MappingProxyType({**field.metadata, "rule": rule})
+        return field
+
+    _MAKERS[make.__name__] = declared
+    return declared
+
+
+def rule_of_form(form: Form) -> Rule:
+    """The rule that a form describes. The default is no part of it, and stands as None here."""
+    name, arguments, named = form
+    rule: Rule = _MAKERS[name](*arguments, default=None, says="", **named).metadata["rule"]
+    return rule
 
 
 def declare(default: Any, says: str, rule: Rule, resume: str | None = None) -> Any:
@@ -95,6 +132,7 @@ def _real(
     return Rule(" ".join(filter(None, [words, " and ".join(limits)])), accepts, float)
 
 
+@_remember_form
 def number(
     *,
     default: float | None,
@@ -112,8 +150,14 @@ def number(
     return declare(default, says, dataclasses.replace(rule, optional=optional), resume)
 
 
+@_remember_form
 def pair(
-    *, default: tuple[float, float], says: str, minimum: float | None = None, below: float | None = None, resume: Any = None
+    *,
+    default: tuple[float, float] | None,
+    says: str,
+    minimum: float | None = None,
+    below: float | None = None,
+    resume: Any = None,
 ) -> Any:
     """Two finite numbers within the bounds."""
     each = _real(minimum, None, None, below)
@@ -125,6 +169,7 @@ def pair(
     return declare(default, says, rule, resume)
 
 
+@_remember_form
 def integer(
     *,
     default: int | None,
@@ -144,7 +189,8 @@ def integer(
     return declare(default, says, Rule(allowed, accepts, int, optional), resume)
 
 
-def choice(*allowed: str, default: str, says: str, resume: str | None = None) -> Any:
+@_remember_form
+def choice(*allowed: str, default: str | None, says: str, resume: str | None = None) -> Any:
     """One of the given words."""
     return declare(default, says, Rule(_one_of(allowed), lambda value: isinstance(value, str) and value in allowed), resume)
 
@@ -153,12 +199,14 @@ def _one_of(words: tuple[str, ...]) -> str:
     return ("one of " if words[1:] else "") + ", ".join(f'"{word}"' for word in words)
 
 
-def flag(*, default: bool, says: str, resume: str | None = None) -> Any:
+@_remember_form
+def flag(*, default: bool | None, says: str, resume: str | None = None) -> Any:
     """True or False."""
     return declare(default, says, Rule("true or false", lambda value: isinstance(value, bool)), resume)
 
 
-def flag_or(*words: str, default: bool | str, says: str, resume: str | None = None) -> Any:
+@_remember_form
+def flag_or(*words: str, default: bool | str | None, says: str, resume: str | None = None) -> Any:
     """True, False or one of the given words."""
 
     def accepts(value: Any) -> bool:
@@ -167,7 +215,8 @@ def flag_or(*words: str, default: bool | str, says: str, resume: str | None = No
     return declare(default, says, Rule(f"true or false or {_one_of(words)}", accepts), resume)
 
 
-def pattern(*, default: str, says: str) -> Any:
+@_remember_form
+def pattern(*, default: str | None, says: str) -> Any:
     """A regular expression that compiles."""
 
     def accepts(value: Any) -> bool:
@@ -181,6 +230,7 @@ def pattern(*, default: str, says: str) -> Any:
     return declare(default, says, Rule("a regular expression", accepts))
 
 
+@_remember_form
 def text(
     *,
     default: Any = dataclasses.MISSING,
@@ -197,7 +247,8 @@ def text(
     return declare(default, says, Rule("a text that is not empty", accepts, optional=optional), resume)
 
 
-def texts(*, default: tuple[str, ...], says: str, resume: str | None = None) -> Any:
+@_remember_form
+def texts(*, default: tuple[str, ...] | None, says: str, resume: str | None = None) -> Any:
     """A list of texts, none of them empty."""
 
     def accepts(value: Any) -> bool:
@@ -206,7 +257,8 @@ def texts(*, default: tuple[str, ...], says: str, resume: str | None = None) -> 
     return declare(default, says, Rule("a list of texts", accepts, tuple), resume)
 
 
-def mapping(*, default: tuple[tuple[str, Any], ...] = (), says: str) -> Any:
+@_remember_form
+def mapping(*, default: tuple[tuple[str, Any], ...] | None = (), says: str) -> Any:
     """Names with plain values (text, numbers, flags, None, and lists of these), kept as sorted pairs so that it hashes."""
 
     def accepts(value: Any) -> bool:
@@ -232,6 +284,7 @@ def _freeze(value: Any) -> Any:
     return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
 
 
+@_remember_form
 def numbers(*, default: tuple[float, ...] | None, says: str) -> Any:
     """A tuple of finite numbers, or None."""
     each = _real(None, None, None, None)

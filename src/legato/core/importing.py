@@ -1,12 +1,15 @@
 """Importing the user's code by path, "module:name" or "file.py:name": parts, tasks, rewards and engines."""
 
+import ast
 import functools
 import hashlib
 import re
 import sys
-from collections.abc import Mapping
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +27,10 @@ IMPORT_SECONDS = DEFAULT_SECONDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnCode:
-    """A class or function of the user: its name in a configuration, and the file that defines it."""
+    """A class or function of the user: its name in a configuration, and the file that defines it.
+
+    Or a module that such a file imports; then the reference is the name of the module.
+    """
 
     reference: str
     file: str
@@ -67,14 +73,12 @@ def source_file(module: ModuleType | None) -> Path | None:
 
 
 def reference_to(thing: Any) -> str:
-    """The path of a class or function: "file.py:Name" for a single file, relative where it lies below the current
-    directory; "module:Name" for a package."""
+    """The path of a class or function: "/absolute/file.py:Name" for a single file, "module:Name" for a package."""
     module = sys.modules.get(thing.__module__)
     file = source_file(module)
     if file is None or not _is_single_file(thing.__module__, file):
         return f"{thing.__module__}:{thing.__qualname__}"
-    here = Path.cwd()
-    return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{thing.__qualname__}"
+    return f"{file}:{thing.__qualname__}"
 
 
 def own_code(thing: Any) -> OwnCode:
@@ -93,9 +97,116 @@ def code_at(what: str, path: str) -> OwnCode | None:
     """The user's file behind an import path; None where the path leads into an installed package or into Legato."""
     module = _module(what, path.rpartition(":")[0], path)
     file = source_file(module)
-    if file is None or module.__name__.partition(".")[0] == "legato" or "site-packages" in file.parts:
+    if file is None or not _is_local(file):
         return None
     return OwnCode(reference=path, file=str(file), sha256=_sha256_of(module, file))
+
+
+def search_beside(codes: Iterable[Mapping[str, str]]) -> None:
+    """Let imports find the modules of recorded `OwnCode` where they were, whatever the current directory is."""
+    for code in codes:
+        module, _, _ = code["reference"].rpartition(":")
+        if module.endswith(".py"):
+            continue
+        file = Path(code["file"])
+        above = module.count(".") + (file.name == "__init__.py")
+        if file.is_file() and above < len(file.parents):
+            _also_search(file.parents[above])
+
+
+def imported_modules(codes: Sequence[OwnCode]) -> list[OwnCode]:
+    """The user's modules that these files import, directly or through one another, sorted by name.
+
+    The files' import statements are followed, also those inside functions. Modules that were imported otherwise
+    (`importlib`) count if they were loaded together with one of the files. A module that has not been loaded counts if its
+    file lies below the folder of one of these files or below the current one.
+    """
+    folders = [Path.cwd(), *(Path(code.file).parent for code in codes)]
+    modules: dict[str, Path] = {}
+    waiting = [(Path(code.file), _package_of(code.reference)) for code in codes]
+    while waiting:
+        file, package = waiting.pop()
+        names = {*_imports(file, package), *_LOADED_WITH.get(str(file), ())} - {*modules}
+        for name in sorted(names):
+            place = _place_of(name, folders)
+            if place is not None and _is_local(place) and str(place) not in {code.file for code in codes}:
+                modules[name] = place
+                waiting.append((place, name if place.stem == "__init__" else name.rpartition(".")[0]))
+    return [
+        OwnCode(reference=name, file=str(place), sha256=_sha256_of(sys.modules.get(name), place))
+        for name, place in sorted(modules.items())
+    ]
+
+
+_LOADED_WITH: dict[str, set[str]] = {}
+"""The names of the modules that came into `sys.modules` with the import of a file."""
+
+
+def _package_of(reference: str) -> str:
+    """The package that relative imports of a user's file start from; empty for a single file."""
+    place = reference.rpartition(":")[0]
+    if place.endswith(".py"):
+        return ""
+    return place if hasattr(sys.modules.get(place), "__path__") else place.rpartition(".")[0]
+
+
+def _imports(file: Path, package: str) -> Iterator[str]:
+    """The names of all modules that the import statements of a file may mean."""
+    if file.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return  # changed since it was loaded
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            listed = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            start = ".".join([*above, *([node.module] if node.module else [])])
+            listed = [start, *(f"{start}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in listed:
+            pieces = name.split(".")
+            # `import a.b` loads a as well.
+            yield from (".".join(pieces[:count]) for count in range(1, len(pieces) + 1) if all(pieces[:count]))
+
+
+def _place_of(name: str, folders: Sequence[Path]) -> Path | None:
+    """The file of a module by name, without importing it; None if there is none, or none in these folders."""
+    if name in sys.modules:
+        file = source_file(sys.modules[name])
+        return file if file is not None and file.is_file() else None
+    path: Sequence[str] | None = None
+    pieces, spec = name.split("."), None
+    try:
+        for count in range(1, len(pieces) + 1):
+            spec = PathFinder.find_spec(".".join(pieces[:count]), path)
+            if spec is None:
+                return None
+            path = spec.submodule_search_locations
+            if path is None and count < len(pieces):
+                return None  # a name of that module
+    except (ImportError, ValueError, OSError):
+        return None
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        return None
+    place = Path(spec.origin).resolve()
+    return place if any(place.is_relative_to(folder) for folder in folders) else None
+
+
+@functools.cache
+def _not_local() -> tuple[Path, ...]:
+    """The folders of the standard library and of Legato."""
+    library = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+    return (*(Path(each).resolve() for each in library), Path(__file__).resolve().parents[1])
+
+
+def _is_local(file: Path) -> bool:
+    """Whether a file is the user's: neither installed, nor of the standard library, nor of Legato."""
+    installed = {"site-packages", "dist-packages"} & {*file.parts}
+    return not installed and not any(file.is_relative_to(folder) for folder in _not_local())
 
 
 def _is_single_file(module: str, file: Path) -> bool:
@@ -104,24 +215,42 @@ def _is_single_file(module: str, file: Path) -> bool:
     return alone and file.suffix == ".py" and "site-packages" not in file.parts
 
 
-def _sha256_of(module: ModuleType, file: Path) -> str:
-    recorded = vars(module).get(_HASH)
-    return recorded if isinstance(recorded, str) else hashlib.sha256(file.read_bytes()).hexdigest()
+def _sha256_of(module: ModuleType | None, file: Path) -> str:
+    """The hash of a module's file as it was when it was first asked for: later changes are not what this process runs."""
+    recorded = getattr(module, "__dict__", {}).get(_HASH)
+    if isinstance(recorded, str):
+        return recorded
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    if module is not None:
+        vars(module)[_HASH] = sha256
+    return sha256
 
 
-def _module(what: str, place: str, path: str) -> ModuleType:
+def check_file(what: str, path: str) -> Path | None:
+    """The file of an import path, None for a module; InputError if there is no such file."""
+    place = path.rpartition(":")[0]
     file = Path(place).resolve() if place.endswith(".py") else None
     if file is not None and not file.is_file():
         raise InputError(f"{what} {path!r}: there is no file {file}")
+    return file
+
+
+def _module(what: str, place: str, path: str) -> ModuleType:
+    file = check_file(what, path)
     _also_search(Path.cwd() if file is None else file.parent)
     loaded = sys.modules.get(place) if file is None else None
     if loaded is not None:
         return loaded
+    before = {*sys.modules}
     with UserCode(f"the import of {place}", IMPORT_SECONDS) as code:
         try:
-            return code.call(import_module, place) if file is None else code.call(_module_of_file, file)
+            module = code.call(import_module, place) if file is None else code.call(_module_of_file, file)
         except CallFailedError as error:
             raise InputError(f"{what} {path!r}: {place} could not be imported: {error}") from error.__cause__
+    loaded_from = source_file(module)
+    if loaded_from is not None:
+        _LOADED_WITH.setdefault(str(loaded_from), set()).update({*sys.modules} - before - {module.__name__})
+    return module
 
 
 def _module_of_file(file: Path) -> ModuleType:

@@ -143,6 +143,8 @@ class Score:
     components: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] | None = None
     """`reward` divided among the turns; None: all of it is at the last turn."""
+    absent: tuple[str, ...] = ()
+    """Names of rewards that do not apply to this rollout: they returned None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,8 @@ _S = TypeVar("_S")
 class Table(Rule):
     """The rule of a field that holds settings of its own, or several by name."""
 
-    section: type | None = None
-    """None: names and values are the writer's choice."""
+    section: Any = None
+    """The class of the settings; None: names and values are the writer's choice."""
     several: bool = False
 
 
@@ -38,6 +38,12 @@ def table(*, default_factory: type, says: str, resume: str | None = None) -> Any
     section = default_factory
     rule = Table("a table", lambda value: isinstance(value, section), section=section)
     return dataclasses.field(default_factory=section, metadata={"says": says, "rule": rule, "resume": resume})
+
+
+def needed_table(section: type, *, allowed: str, says: str, resume: str | None = None) -> Any:
+    """A table of settings that must be given; `allowed` says what may stand in its place."""
+    rule = Table(allowed, lambda value: isinstance(value, section), section=section)
+    return declare(dataclasses.MISSING, says, rule, resume)
 
 
 def optional_table(section: type, *, default: None, says: str, resume: str | None = None) -> Any:
@@ -84,6 +90,7 @@ def narrow(
         fields.text,
         fields.texts,
         table,
+        needed_table,
         optional_table,
         tables,
         free_table,

@@ -255,15 +255,18 @@ class Histogram(Piece):
         return values
 
     def bars(self) -> dict[str, list[float]]:
-        """Counts from the first filled bin to the last, and their edges (one more), as a figure draws them."""
+        """Counts from the first filled bin to the last, and their edges (one more), as a figure draws them.
+
+        Empty bins between two filled ones are one bin: there are hundreds of them around 0.
+        """
         filled = self.counts.nonzero().squeeze(1)
         if not len(filled):
             return {"edges": [], "counts": []}
-        first, last = int(filled[0]), int(filled[-1])
-        return {
-            "edges": _lower_edges(torch.arange(first, last + 2)).tolist(),
-            "counts": self.counts[first : last + 1].double().tolist(),
-        }
+        # A bin begins at each filled one, and at each empty one that follows it.
+        bins = torch.tensor(sorted({*filled.tolist(), *(filled + 1).tolist()}))
+        counts = self.counts.cpu()[bins[:-1]]
+        # Six digits tell two edges apart, which differ by a sixteenth or more.
+        return {"edges": [float(f"{edge:.6g}") for edge in _lower_edges(bins).tolist()], "counts": counts.tolist()}
 
     def report(self) -> Mapping[str, float]:
         return {

@@ -10,8 +10,11 @@
 - After a signal that asks the run to end, a call may go on for GRACE_SECONDS. Then `StopRequestedError` leaves the call, so
   that the run can save its last complete step.
 - A call that cannot be interrupted (a C function that waits and does not return) is left behind: another thread saves the
-  run and ends the process. C code that holds the interpreter's lock for good stops that thread too; such code belongs into
-  a process of its own (`reward.separate_process`).
+  run and ends the process.
+- C code that holds the interpreter's lock stops that thread too. Where the code looks for signals (`re`, arithmetic of long
+  numbers), a timer of the system reaches it: the handler of `_TICK` checks the time as the thread would. Other code cannot
+  be interrupted, and nothing can be saved meanwhile: the guardian ends the process (`guardian.py`). Such code belongs into a
+  process of its own (`reward.separate_process`).
 - A child that the code forked and that returns here would be a second trainer: the child ends.
 """
 
@@ -26,6 +29,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
+from legato.core.guardian import Guardian
 from legato.errors import describe_error
 
 DEFAULT_SECONDS = 600.0
@@ -40,6 +44,9 @@ _RESCUE_SECONDS = 5.0
 _NOTICE_SECONDS = 60.0
 _WAKE = signal.SIGURG
 """Ignored by default and hardly ever used, which is why the runtime of Go interrupts its threads with it too."""
+_TICK = signal.SIGVTALRM
+_TICK_SECONDS = 0.5
+"""Time on the processor between two ticks. Code that holds the interpreter's lock for long computes."""
 _ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
 
 _T = TypeVar("_T")
@@ -81,10 +88,13 @@ class CurrentRun:
     rescue: Callable[[str, int], None] | None = None
     """Saves the run in another thread and ends the process; gets the reason and the exit code."""
     say: Callable[[str], None] = _say_nothing
+    guardian: Guardian | None = None
+    """Ends the process if a call holds the interpreter's lock; None in runs without code of the user's."""
 
     def forget(self) -> None:
         """The run has ended."""
         self.asked_to_end, self.arrived, self.rescue, self.say = None, None, None, _say_nothing
+        self.guardian = None
 
     def ask_to_end(self, number: int) -> None:
         """Note the signal that asks the run to end."""
@@ -93,6 +103,11 @@ class CurrentRun:
 
 RUN = CurrentRun()
 """The run of this process. `run` fills it."""
+
+
+def is_own(thing: Any) -> bool:
+    """Whether an object is the user's and none of Legato's: its calls need a guard."""
+    return type(thing).__module__.partition(".")[0] != "legato"
 
 
 class UserCode:
@@ -114,6 +129,11 @@ class UserCode:
         self._rescuing = False
         self._closed = threading.Event()
         self._handlers: dict[signal.Signals, Any] = {}
+        self._ending = threading.Lock()
+        """Held while a call is interrupted, and while its end is noted: no call is interrupted after its end."""
+        self._timer_before: tuple[float, float] | None = None
+        self._guardian: Guardian | None = None
+        self._beat_at = 0.0
 
     def __enter__(self) -> "UserCode":
         self._process, self._thread = os.getpid(), threading.get_ident()
@@ -122,11 +142,22 @@ class UserCode:
             self._handlers[_WAKE] = signal.signal(_WAKE, self._raise_due)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._raise_interrupt)
-            self._arrivals, self._arrived = os.pipe()
-            os.set_blocking(self._arrivals, False)
-            os.set_blocking(self._arrived, False)
+            if not _WATCHED and RUN.guardian is not None and RUN.guardian.is_here():
+                self._guardian = RUN.guardian
+                self._arrivals, self._arrived = self._guardian.arrivals, self._guardian.arrived
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._arrivals, 4096)  # signals of earlier calls, which were handled
+                self._beat()
+            else:
+                self._arrivals, self._arrived = os.pipe()
+                os.set_blocking(self._arrivals, False)
+                os.set_blocking(self._arrived, False)
             self._wakeup_before = signal.set_wakeup_fd(self._arrived, warn_on_full_buffer=False)
+            self._nested = bool(_WATCHED)
             _WATCHED.add(self._process)
+            if not callable(signal.getsignal(_TICK)) or self._nested:
+                self._handlers[_TICK] = signal.signal(_TICK, self._tick)
+                self._timer_before = signal.setitimer(signal.ITIMER_VIRTUAL, _TICK_SECONDS, _TICK_SECONDS)
         self._watch = threading.Thread(target=self._observe, name=f"watch over {self.name}", daemon=True)
         self._watch.start()
         return self
@@ -135,12 +166,20 @@ class UserCode:
         self._closed.set()
         self._watch.join()
         if self._in_main:
-            _WATCHED.discard(self._process)
+            if self._timer_before is not None:
+                signal.setitimer(signal.ITIMER_VIRTUAL, *self._timer_before)
+            if not self._nested:
+                _WATCHED.discard(self._process)
             signal.set_wakeup_fd(self._wakeup_before)
-            os.close(self._arrivals)
-            os.close(self._arrived)
+            if self._guardian is not None:
+                self._guardian.rest()
+            else:
+                os.close(self._arrivals)
+                os.close(self._arrived)
             for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+                # A last tick may be on its way; by default it would end the process.
+                default = number is _TICK and handler is signal.SIG_DFL
+                signal.signal(number, signal.SIG_IGN if default else handler)
 
     def call(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """What the function returns; CallFailedError for whatever it raises and for a call that takes too long."""
@@ -149,14 +188,28 @@ class UserCode:
                 self.restart()
                 return function(*arguments)
             finally:
-                self._since = None
+                self._stop_clock()
         except BaseException as error:
-            self._since = None
+            self._stop_clock()
             if self.is_signal(error):
                 raise
             raise CallFailedError(self.reason(error)) from error
         finally:
             self._end_call()
+
+    def _stop_clock(self) -> None:
+        """Note that the call has ended. An interruption that has not been raised yet is raised here, or never."""
+        if os.getpid() != self._process:
+            return  # a child that the code forked: the thread that held the lock may not exist there
+        while True:
+            try:
+                with self._ending:
+                    self._since = None
+                    if not self._in_main and self._interrupted:
+                        _raise_in(self._thread, None)
+                return
+            except (OverdueError, StopRequestedError):
+                continue  # raised too late to end the call: it has returned
 
     def restart(self) -> None:
         """Count the time of the call from now on."""
@@ -190,9 +243,6 @@ class UserCode:
         if os.getpid() != self._process:
             # A child that the code forked. It must not go on with the work of its parent.
             os._exit(0)
-        if not self._in_main and self._interrupted:
-            # Take back an exception that has not been raised yet.
-            _raise_in(self._thread, None)
         while self._rescuing:
             # Another thread is saving the run and will end the process.
             time.sleep(1.0)
@@ -206,21 +256,57 @@ class UserCode:
         self._by_signal = True
         raise KeyboardInterrupt
 
+    def _tick(self, number: int, frame: FrameType | None) -> None:
+        """Check the time in the main thread: the watch thread may be waiting for the interpreter's lock."""
+        since, now = self._since, time.monotonic()
+        if since is None:
+            return
+        due = self._due_error(since, now)
+        if due is not None and (not self._interrupted or now - self._sent_at >= _AGAIN_SECONDS):
+            self._interrupted, self._sent_at = self._interrupted + 1, now
+            raise due
+
+    def _due_error(self, since: float, now: float) -> type[BaseException] | None:
+        """The exception that should leave a call that began at `since`; None while it may go on."""
+        asked = RUN.asked_at if RUN.asked_to_end is not None else self._signal_at
+        if asked is not None and now - asked >= GRACE_SECONDS:
+            return StopRequestedError
+        if self.seconds is not None and now - since >= self.seconds + self.slack:
+            return OverdueError
+        return None
+
+    def _beat(self) -> None:
+        """Send the guardian a sign of life."""
+        if self._guardian is None:
+            return
+        self._beat_at, grace = time.monotonic(), GRACE_SECONDS + _RESCUE_SECONDS
+        longest = None if self.seconds is None else self.seconds + self.slack + grace
+        if RUN.asked_to_end is not None:
+            longest = grace
+        self._guardian.expect(self.name, longest, grace)
+
     def _observe(self) -> None:
         while not self._closed.wait(_POLL_SECONDS):
             self._read_arrivals()
             since, now = self._since, time.monotonic()
+            if now - self._beat_at >= _AGAIN_SECONDS:
+                self._beat()
             if since is None:
                 continue
-            asked = RUN.asked_at if RUN.asked_to_end is not None else self._signal_at
-            if asked is not None and now - asked >= GRACE_SECONDS:
-                self._interrupt(StopRequestedError, now)
-            elif self.seconds is not None and now - since >= self.seconds + self.slack:
-                self._interrupt(OverdueError, now)
+            due = self._due_error(since, now)
+            if due is not None:
+                self._interrupt(due, now)
             elif now - since >= _NOTICE_SECONDS and not self._noticed:
                 self._noticed = True
                 end = "" if self.seconds is None else f"; it is given up after {self.seconds:g} s"
-                RUN.say(f"{self.name} has been running for {now - since:.0f} s{end}{self._option}")
+                self._say(f"{self.name} has been running for {now - since:.0f} s{end}{self._option}")
+
+    def _say(self, text: str) -> None:
+        # A terminal that is held with Ctrl-S stops this thread, but not the call.
+        if self._guardian is not None:
+            self._guardian.rest()
+        RUN.say(text)
+        self._beat()
 
     def _read_arrivals(self) -> None:
         """Note signals whose Python handlers cannot run because the main thread is in C code."""
@@ -243,18 +329,22 @@ class UserCode:
             return
         if RUN.rescue is not None and self._interrupted * _AGAIN_SECONDS >= _RESCUE_SECONDS:
             self._rescue(error)
-        self._interrupted, self._sent_at, self._due = self._interrupted + 1, now, error
-        if self._in_main:
-            signal.pthread_kill(self._thread, _WAKE)
-        else:
-            _raise_in(self._thread, error)
+        with self._ending:
+            if self._since is None:
+                return  # the call has ended
+            self._interrupted, self._sent_at, self._due = self._interrupted + 1, now, error
+            if self._in_main:
+                signal.pthread_kill(self._thread, _WAKE)
+            else:
+                _raise_in(self._thread, error)
 
     def _rescue(self, error: type[BaseException]) -> None:
-        self._rescuing = True
-        if self._since is None:
-            # The call returned in the last moment.
-            self._rescuing = False
-            return
+        with self._ending:
+            if self._since is None:
+                return  # the call returned in the last moment
+            self._rescuing = True
+        if self._guardian is not None:
+            self._guardian.rest()  # saving may take long
         assert RUN.rescue is not None
         if error is StopRequestedError:
             number = RUN.asked_to_end or RUN.arrived or signal.SIGTERM

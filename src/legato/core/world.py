@@ -4,12 +4,11 @@ Two rules keep ranks together. Tables, plans and states are equal on all ranks. 
 memory or measurements goes through `agree`: no rank decides it alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from legato.core.counts import Counts
 from legato.core.sums import Sums
 
 
@@ -20,9 +19,6 @@ class World(Protocol):
     rank: int
     size: int
 
-    def sum_counts(self, counts: Counts) -> Counts:
-        """The counts of the whole update."""
-
     def sum_metrics(self, sums: Sums) -> Sums:
         """The metrics of all ranks, merged in the order of ranks. A key need not exist on every rank."""
 
@@ -32,8 +28,17 @@ class World(Protocol):
     def gather(self, value: Any) -> Sequence[Any]:
         """One JSON value per rank, in the order of ranks."""
 
+    def gather_tensors(self, value: Any, tensors: Sequence[Tensor]) -> Sequence[tuple[Any, Sequence[Tensor]]]:
+        """A JSON value and some tensors of each rank, in the order of ranks; the tensors on the host."""
+
     def agree(self, choice: int) -> int:
         """The largest choice of any rank, so that a signal, a fallback or an alarm on one rank applies to all."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of rank 0."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one cannot go on: their next call raises `OtherRankError`."""
 
 
 class OneProcess:
@@ -41,9 +46,6 @@ class OneProcess:
 
     rank = 0
     size = 1
-
-    def sum_counts(self, counts: Counts) -> Counts:
-        return counts
 
     def sum_metrics(self, sums: Sums) -> Sums:
         return sums
@@ -54,5 +56,24 @@ class OneProcess:
     def gather(self, value: Any) -> Sequence[Any]:
         return [value]
 
+    def gather_tensors(self, value: Any, tensors: Sequence[Tensor]) -> Sequence[tuple[Any, Sequence[Tensor]]]:
+        return [(value, tensors)]
+
     def agree(self, choice: int) -> int:
         return choice
+
+    def broadcast(self, tensor: Tensor) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        pass
+
+
+def on_first_rank(world: World, function: Callable[[], Any]) -> Any:
+    """What a function returns on rank 0, on all ranks: a JSON value. An error there ends the others too."""
+    return world.gather(function() if world.rank == 0 else None)[0]
+
+
+def wait_for_all(world: World) -> None:
+    """Return when every rank has come here."""
+    world.agree(0)

@@ -8,10 +8,12 @@ import numpy
 
 from legato.dashboard.runs import Folder, Run
 from legato.dashboard.series import Series
+from legato.diagnostics.metrics.titles import metric_title
 from legato.diagnostics.statistics.seeds import mean
 from legato.health.rule import LEVELS
 from legato.health.rules import RULES
 from legato.pages.curves import round_six
+from legato.pages.health import group_equal
 from legato.pages.legible import legible
 from legato.pages.several import arms
 
@@ -20,7 +22,7 @@ _MOST_VALUES = 40_000
 
 
 def curves(folder: Folder, names: Sequence[str], keys: Sequence[str], points: int, join: bool) -> dict[str, Any]:
-    """Return the curves of `keys` and the names of all recorded keys.
+    """Return the curves of `keys`, and all recorded keys with their titles.
 
     With `join`, runs that differ only in the seed become one curve with a band.
     """
@@ -34,6 +36,7 @@ def curves(folder: Folder, names: Sequence[str], keys: Sequence[str], points: in
     )
     return {
         "keys": keys_recorded,
+        "titles": {key: legible(metric_title(key), one_line=True) for key in keys_recorded},
         "curves": drawn_curves,
         "reading": [run.name for run in runs if run.first_look is not None or run.behind],
         "damaged": {run.name: run.damaged for run in runs if run.damaged},
@@ -55,8 +58,12 @@ def _separate_curves(
 
 
 def _curve(series: Mapping[str, Series], key: str, points: int) -> dict[str, Any] | None:
-    candidates = (each.curve(key, points) for each in series.values())
-    return next((curve for curve in candidates if curve is not None), None)
+    """Return the curve of a key with "last", the last step of its run: the end of an axis of shares."""
+    last = max(series[kind].last_step for kind in ("step", "evaluation"))
+    for kind, each in series.items():
+        if (curve := each.curve(key, points)) is not None:
+            return {**curve, "last": each.last_step if kind == "warm-up" else last}
+    return None
 
 
 def _joined_curves(
@@ -76,7 +83,7 @@ def _joined_curves(
     return result
 
 
-def _band(each: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+def _band(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(each) == 1:
         return dict(each[0])
     first, last = max(curve["x"][0] for curve in each), min(curve["x"][-1] for curve in each)
@@ -88,16 +95,20 @@ def _band(each: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
         "low": [round_six(min(row)) for row in values],
         "high": [round_six(max(row)) for row in values],
         "breaks": [],
+        "last": min(curve["last"] for curve in each),
     }
 
 
 def findings(folder: Folder, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the findings of these runs with causes and advice from their rules, gravest first, then newest."""
+    """Return the findings of these runs with causes and advice from their rules, gravest first, then newest.
+
+    Equal findings of a run are one, with all its "steps".
+    """
     rules = {rule.name: rule for rule in RULES}
     rows = list[dict[str, Any]]()
     for run in map(folder.run, names):
         command = f"legato doctor {shlex.quote(legible(str(run.directory.path), one_line=True))}"
-        for each in run.read_health():
+        for each in group_equal(run.read_health()):
             # A recovery names the rule of its finding too; causes are listed with the finding only.
             rule = None if each["what"] == "recovery" else rules.get(each["rule"])
             causes, tries = ((), ()) if rule is None else (rule.causes, rule.tries)

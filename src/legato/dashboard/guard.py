@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
+from legato.pages.page import digest
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -27,10 +29,29 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "x-frame-options": "DENY",
 }
-# After a redirect the browser would still count the request as cross-site and not send the SameSite=Strict cookie.
+# After a redirect the browser would still count the request as cross-site and not send the SameSite=Strict cookie. The part
+# of the address after # names the runs and the view; it never reaches the server, so a script carries it on.
+_ENTER = 'location.replace("/" + location.hash);'
 _ENTRY_PAGE = (
-    b'<!DOCTYPE html><meta http-equiv="refresh" content="0;url=/"><link rel="icon" href="data:,">'
-    b'<title>Legato</title><a href="/">Enter</a>'
+    f'<!DOCTYPE html><link rel="icon" href="data:,"><title>Legato</title><script>{_ENTER}</script>'
+    '<noscript><meta http-equiv="refresh" content="0;url=/"></noscript><a href="/">Enter</a>'
+)
+_REFUSED = "This needs the address that `legato dashboard` printed last; a key works once."
+# Someone who opens a bookmarked view pastes the address or its key, and arrives at that view.
+_ASK = """document.querySelector("form").addEventListener("submit", event => {
+  event.preventDefault();
+  const text = document.querySelector("input").value.trim(), key = /[?&]key=([^&#]+)/.exec(text);
+  location.assign("/?key=" + (key ? key[1] : encodeURIComponent(text)) + location.hash);
+});"""
+_KEY_PAGE = f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,"><title>Legato</title></head><body>
+<h1>Legato</h1><p>{_REFUSED}</p>
+<form><label>Address or key: <input autofocus autocomplete="off" size="40"></label> <button>Open</button></form>
+<script>{_ASK}</script></body></html>
+"""
+_SCRIPT_POLICY = (
+    "default-src 'none'; script-src {digest}; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
@@ -65,13 +86,16 @@ class Guard:
             self.key = secrets.token_urlsafe(24)
             self._on_new_address(self.address)
             cookie = f"{self._cookie_name}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"
-            await self._answer(send, 200, _ENTRY_PAGE, {"set-cookie": cookie, "content-type": "text/html; charset=utf-8"})
+            await self._answer_page(send, 200, _ENTRY_PAGE, _ENTER, {"set-cookie": cookie})
             return
         # Checked after the key: a key that a known browser opened would otherwise stay valid, and in its history.
         if self._has_cookie(headers):
             await self.app(scope, receive, self._add_headers(send))
             return
-        await self._answer(send, 403, b"This needs the address that `legato dashboard` printed last; a key works once.\n")
+        if entering:
+            await self._answer_page(send, 403, _KEY_PAGE, _ASK)
+        else:
+            await self._answer(send, 403, f"{_REFUSED}\n".encode())
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, bytes] | None:
         host = headers.get("host", "")
@@ -111,6 +135,14 @@ class Guard:
             await send(message)
 
         return send_with_headers
+
+    async def _answer_page(
+        self, send: Send, status: int, page: str, script: str, more: dict[str, str] | None = None
+    ) -> None:
+        """Answer with a page that may run this one script."""
+        policy = _SCRIPT_POLICY.format(digest=digest(script))
+        headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": policy, **(more or {})}
+        await self._answer(send, status, page.encode(), headers)
 
     async def _answer(self, send: Send, status: int, body: bytes, more: dict[str, str] | None = None) -> None:
         headers = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), **(more or {})}

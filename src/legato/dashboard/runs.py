@@ -17,10 +17,12 @@ from legato.pages.legible import legible, shorten
 from legato.pages.several import flatten_config, read_config
 from legato.pages.summary import number
 from legato.records.directory import RunDirectory
+from legato.records.lock import is_locked
 from legato.records.tail import LONGEST, Tail, last_lines, open_plain_file, spread_lines
 
 _DEEPEST = 4
 _QUIET_SECONDS = 300
+"""Where a file system has no locks, a run without an end counts as going on for so long after its last record."""
 _FIRST_LOOK = 200
 """Lines of a long file read as an overview, before the whole file is read."""
 _AT_ONCE = LONGEST
@@ -78,9 +80,12 @@ class Run:
             if now != self.summary_stamp:
                 self.summary, self.summary_stamp = self._summarise(), now
             row = dict(self.summary)
-        ended, changed = row.pop("ended"), row["changed"]
-        row["state"] = ended or ("running" if time.time() - changed < _QUIET_SECONDS else "no end recorded")
-        row["running"] = not ended and row["state"] == "running"
+        ended, locked = row.pop("ended"), is_locked(self.directory.path)
+        if locked is None:  # by a file system without locks
+            locked = time.time() - row["changed"] < _QUIET_SECONDS
+        # A run that is resumed has the end of its last session until the first record of this one.
+        row["state"] = "running" if locked else ended or "no end recorded"
+        row["running"] = locked
         return row
 
     def _stamp(self) -> tuple[int, int, int]:

@@ -139,13 +139,15 @@ class Health:
     def pause(self, interrupted: Callable[[], bool], world: World) -> None:
         """Wait until a person creates the file `continue` or the run is interrupted."""
         file = self.directory.path / GO_ON
-        file.unlink(missing_ok=True)
+        if self.directory.writes:
+            file.unlink(missing_ok=True)
         self.say(f"paused, with the state saved: `touch {file}` goes on, SIGINT ends the run")
         # Ranks check at different moments, so they agree on what any of them has seen.
         while not (answered := bool(world.agree(int(file.exists())))) and not interrupted():
             time.sleep(_CHECK_EVERY_SECONDS)
         if answered:
-            file.unlink(missing_ok=True)
+            if self.directory.writes:
+                file.unlink(missing_ok=True)
             self.answered |= self.watch.alarms()
             self.say("going on")
 

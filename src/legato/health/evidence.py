@@ -48,7 +48,7 @@ class Evidence:
 
     def hold(self, report: StepReport) -> None:
         """Hold a step and drop the oldest one."""
-        if self._steps.maxlen:
+        if self._steps.maxlen and self.directory.writes:
             groups = tuple(_without_routes(group) for group in report.groups)
             # On the host: the next step may need the device memory that these tensors occupy.
             tensors = {name: tensor.detach().cpu() for name, tensor in report.tensors.items()}
@@ -56,7 +56,8 @@ class Evidence:
 
     def write(self, folder: Path, findings: Sequence[Finding]) -> Path | None:
         """Write the held steps and return the folder; None if evidence is off or the run has enough folders."""
-        if not self._steps.maxlen or (not folder.exists() and _count_entries(folder.parent) >= MOST):
+        full = not folder.exists() and _count_entries(folder.parent) >= MOST
+        if not self._steps.maxlen or not self.directory.writes or full:
             return None
         until_room(lambda: self._write(folder, findings))
         return folder
@@ -89,7 +90,8 @@ class Evidence:
 
 def _without_routes(group: Group) -> Group:
     """Copy a group without its expert routes, which are large and not needed as evidence."""
-    if all(member.rollout.routes is None for member in group.members):
+    routes = [member.rollout.routes for member in group.members]
+    if not any(routes):
         return group
     members = tuple(replace(member, rollout=replace(member.rollout, routes=None)) for member in group.members)
     return replace(group, members=members)

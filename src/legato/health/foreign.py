@@ -1,11 +1,14 @@
-"""Reads logs of other trainers as Legato records: trainer_state.json of TRL, JSON lines, CSV. Standard library only."""
+"""Reads logs of other trainers as Legato records: trainer_state.json of TRL, JSON lines, CSV, and the console of verl.
+
+Standard library only.
+"""
 
 import csv
 import io
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,20 @@ TRL: dict[str, str] = {
     "mismatch/absolute": "sampling/sampling_logp_difference/mean",
 }
 """Legato's keys -> those of TRL's GRPOTrainer (1.16.0). A mapping of the user comes first; Legato's own keys are kept."""
+
+VERL: dict[str, str] = {
+    "reward/mean": "critic/score/mean",
+    "length/mean": "response_length/mean",
+    "length/max": "response_length/max",
+    "length/truncated": "response_length/clip_ratio",
+    "entropy/mean": "actor/entropy",
+    "clip/tokens": "actor/pg_clipfrac",
+    "gradient/norm": "actor/grad_norm",
+    "loss/total": "actor/pg_loss",
+    "optimizer/lr": "actor/lr",
+    "reference/k3": "actor/kl_loss",
+}
+"""The same for verl (0.9.1)."""
 
 _READ = {
     key.partition("@")[0]
@@ -92,7 +109,7 @@ def read_log(path: Path, columns: Mapping[str, str] | None = None) -> list[dict[
     log steps again.
     """
     given_columns = {key: column.removeprefix(_PREFIX) for key, column in (columns or {}).items()}
-    mapping = {**TRL, **given_columns}
+    mappings = [VERL, TRL, given_columns]
     rows = [row for row in _rows(path) if row.get("kind") not in OURS]
     if not rows:
         raise InputError(f"{path} holds no step")
@@ -108,7 +125,7 @@ def read_log(path: Path, columns: Mapping[str, str] | None = None) -> list[dict[
             )
     merged: dict[int, dict[str, Any]] = {}
     for number, row in enumerate(rows, start=1):
-        record = _record(row, number, mapping)
+        record = _record(row, number, mappings)
         if len(record) > 2:
             merged.setdefault(record["step"], {}).update(record)
     records = [merged[step] for step in sorted(merged)]
@@ -135,7 +152,10 @@ def _rows(path: Path) -> Iterable[Mapping[str, Any]]:
         if path.suffix in (".jsonl", ".ndjson"):
             # The text after the last line break is still being written.
             lines = text[: text.rfind("\n") + 1].split("\n") if "\n" in text else [text]
-            return [row for line in lines if line.strip() and isinstance(row := json.loads(line), dict)]
+            return [_flat(row) for line in lines if line.strip() and isinstance(row := json.loads(line), dict)]
+        console = [_console_row(line) for line in text.splitlines() if _CONSOLE.search(line)]
+        if console:
+            return console
         tree = json.loads(text)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
@@ -147,14 +167,34 @@ def _rows(path: Path) -> Iterable[Mapping[str, Any]]:
     return [row for row in history if isinstance(row, dict)]
 
 
-def _record(row: Mapping[str, Any], number: int, mapping: Mapping[str, str]) -> dict[str, Any]:
+_CONSOLE = re.compile(r"(?<!\S)step:\d+ - \S+:")
+"""A line that verl prints for a step, maybe behind the name of a process: step:3 - actor/entropy:0.5 - ..."""
+
+_NUMPY = re.compile(r"np\.\w+\((.*)\)")
+
+
+def _console_row(line: str) -> dict[str, str]:
+    pairs = (each.rpartition(":") for each in line[line.index("step:") :].split(" - "))
+    return {name.strip(): _NUMPY.sub(r"\1", value.strip()) for name, _, value in pairs}
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the keys of its table `data` beside the others, which verl's file logger writes."""
+    data = row.get("data")
+    return {**{key: value for key, value in row.items() if key != "data"}, **data} if isinstance(data, dict) else row
+
+
+def _record(row: Mapping[str, Any], number: int, mappings: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """A step record. Of several mappings that have a value for one key, the last wins."""
     plain = {str(key).removeprefix(_PREFIX): value for key, value in row.items()}
     step = next((value for key in STEPS if (value := _number(plain.get(key))) is not None), None)
     record: dict[str, Any] = {"kind": "step", "step": number if step is None or not math.isfinite(step) else int(step)}
+    pairs = [pair for mapping in mappings for pair in mapping.items()]
+    columns = {column for _, column in pairs}
     for key, value in plain.items():
-        if _is_read(key) and key not in mapping.values() and (known := _number(value)) is not None:
+        if _is_read(key) and key not in columns and (known := _number(value)) is not None:
             record[key] = known
-    for key, column in mapping.items():
+    for key, column in pairs:
         if (known := _number(plain.get(column))) is not None:
             record[key] = known
     return record

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from legato.core.world import on_first_rank
 from legato.health.actions import Health
 from legato.health.rule import Finding, Rule
 from legato.health.watch import Watch
@@ -33,6 +34,8 @@ class RunningRun(Protocol):
     @property
     def trust_remote_code(self) -> bool: ...
 
+    def checkpoint_steps(self) -> list[int]: ...
+
     def load_state(self, state: dict[str, Any]) -> None: ...
 
     def tighten(self, scale: float) -> None: ...
@@ -50,20 +53,25 @@ def recover(execution: RunningRun, alarm: Finding) -> None:
     options = health.options
     if len(health.recoveries) >= options.recoveries:
         raise NoRecoveryError(f"{alarm.words} The run has recovered {len(health.recoveries)} times, which is all it may.")
-    candidates = health.checkpoints_by_health(directory.checkpoint_steps(), alarm.step)
-    folder = _find_healthy_checkpoint(directory, candidates, alarm, health.watch.rules)
+    world = trainer.world
+    candidates = health.checkpoints_by_health(execution.checkpoint_steps(), alarm.step)
+    healthy = on_first_rank(world, lambda: _find_healthy_checkpoint(directory, candidates, health.watch.rules))
+    if healthy is None:
+        raise NoRecoveryError(f"{alarm.words} There is no whole checkpoint from before it to go back to.")
+    folder = directory.checkpoint_path(healthy)
     failed, drawn = trainer.steps_done, trainer.source.drawn
     lr_scale, clip_scale = trainer.optimizer.scale * options.lr_factor, health.clip_scale * options.clip_factor
     earlier = list(health.recoveries)
     state = checkpoint.read_state(folder)
     evidence = health.evidence_folder(alarm.step)
-    # Checkpoints first: a run that is killed here must not resume from a checkpoint newer than its metrics.
-    best = checkpoint.give_up(folder.parent, folder, None if execution.best is None else execution.best[1])
-    step = int(state["trainer"]["steps_done"])
-    position, lost = fit_metrics(directory, int(state["metrics_position"]), step, execution.start_record)
-    _set_aside_later_records(directory, position, step, evidence)
-    for sentence in lost:
-        health.say(sentence)
+    best, step = None, int(state["trainer"]["steps_done"])
+    if directory.writes:
+        # Checkpoints first: a run that is killed here must not resume from a checkpoint newer than its metrics.
+        best = checkpoint.give_up(folder.parent, folder, None if execution.best is None else execution.best[1])
+        position, lost = fit_metrics(directory, int(state["metrics_position"]), step, execution.start_record)
+        _set_aside_later_records(directory, position, step, evidence)
+        for sentence in lost:
+            health.say(sentence)
     restore(execution, folder, state)
     trainer.optimizer.scale = lr_scale
     skipped = drawn - trainer.source.drawn if options.skip_data else 0
@@ -92,16 +100,14 @@ def recover(execution: RunningRun, alarm: Finding) -> None:
 def restore(execution: RunningRun, folder: Path, state: dict[str, Any]) -> None:
     """Load a checkpoint into the objects of a running run."""
     take_weights(execution.policy, folder / "model", execution.trust_remote_code)
-    checkpoint.restore(folder, execution.policy, execution.trainer.optimizer, state)
+    checkpoint.restore(folder, execution.policy, execution.trainer.optimizer, state, execution.trainer.world)
     execution.trainer.load_sampler(checkpoint.sampler_state(folder))
     execution.load_state(state)
     execution.health.evidence.forget()
 
 
-def _find_healthy_checkpoint(
-    directory: RunDirectory, candidates: Sequence[int], alarm: Finding, rules: Sequence[Rule]
-) -> Path:
-    """Return the first candidate folder that is whole and was not itself saved during an alarm."""
+def _find_healthy_checkpoint(directory: RunDirectory, candidates: Sequence[int], rules: Sequence[Rule]) -> int | None:
+    """Return the first candidate step whose checkpoint is whole and was not itself saved during an alarm."""
     for step in candidates:
         folder = directory.checkpoint_path(step)
         try:
@@ -109,8 +115,8 @@ def _find_healthy_checkpoint(
         except checkpoint.DamagedError:
             continue
         if not _in_alarm(folder, rules):
-            return folder
-    raise NoRecoveryError(f"{alarm.words} There is no whole checkpoint from before it to go back to.")
+            return step
+    return None
 
 
 def _in_alarm(folder: Path, rules: Sequence[Rule]) -> bool:

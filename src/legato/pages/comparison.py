@@ -8,7 +8,7 @@ from typing import Any
 from legato.pages.comparison_figures import figures
 from legato.pages.comparison_tables import Results, Table, sentences, tables
 from legato.pages.legible import legible
-from legato.pages.page import page, plotly_library
+from legato.pages.page import cell, page, plotly_library
 
 _UNLIKE = "The arms do not share problems, weights and budget:"
 
@@ -53,7 +53,7 @@ def _head(results: Results, listed: Sequence[Table]) -> str:
 def table_html(table: Table) -> str:
     """A table as a section of a page."""
     head = "".join(f"<th>{escape(word)}</th>" for word in table.headings)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(word)}</td>' for word in row)}</tr>" for row in table.rows)
+    rows = "".join(f"<tr>{''.join(cell(escape(word)) for word in row)}</tr>" for row in table.rows)
     return (
         f'<section><h2>{escape(table.title)}</h2><p class="dim">{escape(table.note)}</p>'
         f'<div class="card rows"><table><tr>{head}</tr>{rows}</table></div></section>'

@@ -11,7 +11,7 @@ from legato.pages.curves import round_six, thin
 from legato.pages.legible import legible
 from legato.pages.traces import AMBER, BLUE, GREEN, RED, VIOLET, Figure, Trace, axis, band, figure, line, shares
 
-ARMS = (BLUE, AMBER, GREEN, VIOLET, "#db2777", "#06b6d4", "#64748b", "#84cc16")
+ARMS = (BLUE, AMBER, GREEN, VIOLET, "#db2777", "#0891b2", "#64748b", "#65a30d")
 """One colour per arm; red is for what broke."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 BANDS = 60
@@ -38,13 +38,13 @@ def learning(runs: Sequence[Run], colours: Mapping[str, str], at: str, *, wide: 
     for arm, colour in colours.items():
         data += over_seeds([_course(run, steps) for run in runs if run["arm"] == arm], arm, colour)
     caption = "Sampled accuracy on held-out problems: mean and 95 % interval over seeds. A failed run stays where it was."
-    return figure(f"Learning{at}", caption, data, shares("accuracy"), wide=wide)
+    return figure(f"Learning{at}", caption, data, shares("accuracy"), wide=wide, keys=["eval/accuracy_sampled"])
 
 
 def _course(run: Run, steps: Sequence[int]) -> dict[float, float]:
     """Return accuracy by step. A failed run keeps its last score: a mean over the other seeds would flatter its arm."""
     course = {each["step"]: each["sampled"] for each in run["evaluations"]}
-    if run["status"] == "failed" and run["score"] is not None:
+    if run["status"] in ("failed", "unhealthy") and run["score"] is not None:
         last = max(course, default=-1)
         course |= {step: run["score"] for step in steps if step > last}
     return course
@@ -55,11 +55,14 @@ def _clipping(runs: Sequence[Run], colours: Mapping[str, str], at: str) -> Figur
     for arm, colour in colours.items():
         data += over_seeds([dict(run["clip"]) for run in runs if run["arm"] == arm], arm, colour)
     caption = "Share of tokens that the trust region left without a gradient: mean and 95 % interval over seeds."
-    return figure(f"Clipped{at}", caption, data, shares("share of tokens", whole=False))
+    return figure(f"Clipped tokens{at}", caption, data, shares("share of tokens", whole=False), keys=["clip/tokens"])
 
 
-def over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str) -> list[Trace]:
-    """Return traces of the mean and its interval over seeds, at each step over the seeds that have it."""
+def over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str, last: float | None = None) -> list[Trace]:
+    """Return traces of the mean and its interval over seeds, at each step over the seeds that have it.
+
+    `last` is the last step of the arm, if other figures may know later steps than these courses.
+    """
     steps = sorted({step for course in courses for step in course})
     steps = [steps[index] for index in thin(len(steps), BANDS)]
     values = {step: [course[step] for course in courses if step in course] for step in steps}
@@ -71,10 +74,11 @@ def over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str)
         return []
     low = [round_six(mean(values[step]) if (ends := around[step]) is None else ends[0]) for step in steps]
     high = [round_six(mean(values[step]) if (ends := around[step]) is None else ends[1]) for step in steps]
+    meta = {"meta": {"last": x[-1] if last is None else last}}
     if low == high:
-        return [average]
-    edges = [trace | {"showlegend": False, "legendgroup": label_text} for trace in band(x, low, high, label_text, colour)]
-    return [*edges, average | {"legendgroup": label_text}]
+        return [average | meta]
+    group = {"legendgroup": label_text, **meta}
+    return [*(trace | group | {"showlegend": False} for trace in band(x, low, high, label_text, colour)), average | group]
 
 
 def _final(results: Results, colours: Mapping[str, str]) -> Figure | None:
@@ -83,7 +87,7 @@ def _final(results: Results, colours: Mapping[str, str]) -> Figure | None:
     data: list[Trace] = []
     for arm, summary in results["points"][0]["arms"].items():
         runs = [run for run in results["runs"] if run["arm"] == arm and run["seed"] in results["points"][0]["seeds"]]
-        broken = [RED if run["status"] != "done" else colours[arm] for run in runs]
+        broken = [run["status"] != "done" for run in runs]
         data.append(
             {
                 "type": "scatter",
@@ -93,14 +97,19 @@ def _final(results: Results, colours: Mapping[str, str]) -> Figure | None:
                 "x": [_safe(arm)] * len(runs),
                 "y": [round_six(run["score"]) for run in runs],
                 "text": [f"seed {run['seed']}: {run['status']}" for run in runs],
-                "marker": {"color": broken, "size": 9, "symbol": "circle-open", "line": {"width": 2}},
+                "marker": {
+                    "color": [RED if each else colours[arm] for each in broken],
+                    "symbol": ["x" if each else "circle-open" for each in broken],
+                    "size": 9,
+                    "line": {"width": 2},
+                },
             }
         )
         data.append(
             _bar([_safe(arm)], [summary["mean"]], [summary["mean_interval"]], f"{arm}, mean", colours[arm], "diamond")
         )
         data[-1]["showlegend"] = False
-    caption = "Each seed, and the mean with its 95 % interval. Red: collapsed or failed."
+    caption = "Each seed, and the mean with its 95 % interval. Red cross: collapsed or failed."
     layout = shares("accuracy") | {"xaxis": {"title": {"text": ""}, "type": "category"}, "hovermode": "closest"}
     return figure("Held-out accuracy at the end", caption, data, layout)
 
@@ -153,6 +162,14 @@ def cost_bars(phases: Mapping[str, Mapping[str, float]], title: str, caption: st
     return figure(title, caption, data, layout)
 
 
+def swept_axis(title: str, values: Sequence[float]) -> dict[str, Any]:
+    """Return an axis with labels at the values of a sweep; logarithmic if they are above 0 and far apart."""
+    ticks = sorted(set(values))
+    kind = "log" if ticks[0] > 0 and ticks[-1] >= 4 * ticks[0] else "linear"
+    labels = {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{value:g}" for value in ticks]}
+    return {"title": {"text": title}, "type": kind, **labels}
+
+
 def _stability(results: Results, colours: Mapping[str, str]) -> list[Figure | None]:
     drawn_figures: list[Figure | None] = []
     for swept in dict.fromkeys(each["axis"] for each in results["frontier"]):
@@ -181,9 +198,7 @@ def _stability(results: Results, colours: Mapping[str, str]) -> list[Figure | No
                 trace | {"mode": "lines+markers", "line": drawn, "marker": {"color": marks, "symbol": symbols, "size": 10}}
             )
         values = [row["value"] for each in mine for row in each["scale"]]
-        scale_kind = "log" if min(values) > 0 and max(values) >= 4 * min(values) else "linear"
-        ticks = {"tickmode": "array", "tickvals": sorted(set(values)), "ticktext": [f"{v:g}" for v in sorted(set(values))]}
-        layout = shares("accuracy at the end") | {"xaxis": {"title": {"text": swept}, "type": scale_kind, **ticks}}
+        layout = shares("accuracy at the end") | {"xaxis": swept_axis(swept, values)}
         caption = "Final accuracy, mean over seeds with 95 % intervals. A red cross: at least one seed collapsed or failed."
         drawn_figures.append(figure(f"Stability over {swept}", caption, data, layout, wide=True))
     return drawn_figures

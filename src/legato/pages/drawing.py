@@ -117,7 +117,8 @@ def _scale(name: str, figure: Figure, start: float, end: float) -> _Scale:
     if axis.get("type") == "category" or words:
         names = words or tuple(dict.fromkeys(str(value) for value in values))
         return _Scale(low=-0.5, high=len(names) - 0.5, start=start, end=end, kind="category", names=names)
-    kind = "log" if axis.get("type") == "log" else "linear"
+    positive = any(isinstance(v, int | float) and v > 0 for v in values)
+    kind = "log" if axis.get("type") == "log" and positive else "linear"
     known = [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v) and (kind == "linear" or v > 0)]
     units = [math.log10(v) for v in known] if kind == "log" else known
     low, high = min(units, default=0.0), max(units, default=1.0)

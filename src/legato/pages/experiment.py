@@ -23,7 +23,7 @@ from legato.pages.comparison_tables import Table
 from legato.pages.drawing import draw_svg, rasterise
 from legato.pages.legible import legible
 from legato.pages.mismatch import share, short
-from legato.pages.page import page, plotly_library
+from legato.pages.page import cell, page, plotly_library
 from legato.pages.traces import Figure
 from legato.records.lines import finite
 
@@ -161,6 +161,7 @@ def write(folder: Path, account: Account, *, png: bool = True) -> list[Path]:
         body=account.extra + "".join(_table(each) for each in account.tables()[1 if account.checks else 0 :]),
         drawn=list(account.figures),
         plotly=plotly_library(),
+        no_figures="",
     )
     files = [folder / f"{account.name}.{ending}" for ending in ("html", "md", "json")]
     files[0].write_text(text, encoding="utf-8")
@@ -282,7 +283,7 @@ def _table(table: Table) -> str:
     head = "".join(f"<th>{_safe(word)}</th>" for word in table.headings)
     rows = ""
     for row in table.rows:
-        cells = "".join(f"<td class='{colours[word]}'>{_safe(word)}</td>" for word in row)
+        cells = "".join(cell(_safe(word), colours[word]) for word in row)
         rows += f"<tr>{cells}</tr>"
     note = f'<p class="dim">{_safe(table.note)}</p>' if table.note else ""
     return (

@@ -25,6 +25,7 @@ from legato.pages.traces import (
     figure,
     line,
     line_with_band,
+    logarithmic,
     shares,
 )
 
@@ -65,7 +66,8 @@ def _accuracy(steps: Sequence[Record], held_out: Sequence[Evaluation]) -> Figure
     caption = (
         "Held-out problems are never trained on; bars are 95 % intervals. Training accuracy is of the sampled rollouts."
     )
-    return figure("Accuracy", caption, data, shares("accuracy"), wide=True)
+    keys = ("eval/accuracy_sampled", "eval/accuracy_greedy", "accuracy/mean")
+    return figure("Accuracy", caption, data, shares("accuracy"), wide=True, keys=keys)
 
 
 def _accuracy_trace(measured: Sequence[tuple[int, Any]], name: str, colour: str, symbol: str) -> Trace:
@@ -92,7 +94,7 @@ def _accuracy_trace(measured: Sequence[tuple[int, Any]], name: str, colour: str,
 def _reward(steps: Sequence[Record]) -> Figure | None:
     rewards = curve(steps, "reward/mean")
     data = [] if rewards is None else line_with_band(rewards, "reward", BLUE)
-    return figure("Reward", "Mean reward of each step's rollouts.", data, axis("reward"))
+    return figure("Reward", "Mean reward of each step's rollouts.", data, axis("reward"), keys=["reward/mean"])
 
 
 def _components(steps: Sequence[Record]) -> Figure | None:
@@ -105,7 +107,8 @@ def _components(steps: Sequence[Record]) -> Figure | None:
         for index, key in enumerate(keys)
         for trace in average_line(steps, key, _component_name(key), UPDATES[index % 8])
     ]
-    return figure("Reward by component", "Mean of each component before its weight; moving averages.", data, axis("reward"))
+    caption = "Mean of each component before its weight; moving averages."
+    return figure("Reward by component", caption, data, axis("reward"), keys=["reward/NAME"])
 
 
 def _lengths(steps: Sequence[Record]) -> Figure | None:
@@ -123,14 +126,14 @@ def _lengths(steps: Sequence[Record]) -> Figure | None:
     if longest is not None:
         data.append(line(longest.steps, longest.values, "longest", AMBER, width=1.2, dash="dot"))
     caption = "Tokens a response. A fall to a few tokens or a climb to the limit is a warning."
-    return figure("Lengths", caption, data, axis("tokens", least=0))
+    return figure("Length of responses", caption, data, axis("tokens", least=0), keys=["length/mean", "length/max"])
 
 
 def _entropy(steps: Sequence[Record]) -> Figure | None:
     entropies = curve(steps, "entropy/mean")
     data = [] if entropies is None else line_with_band(entropies, "entropy", GREEN)
     caption = "Mean over tokens. Near 0 exploration is over; rising late the policy dissolves."
-    return figure("Entropy", caption, data, axis("nats", least=0))
+    return figure("Entropy", caption, data, axis("nats", least=0), keys=["entropy/mean"])
 
 
 def _clipping(steps: Sequence[Record]) -> Figure | None:
@@ -138,20 +141,20 @@ def _clipping(steps: Sequence[Record]) -> Figure | None:
     data = _by_update(steps, key)
     unit = "responses" if key == "clip/sequences" else "tokens"
     caption = f"Share of {unit} that the trust region left without a gradient, by update within the step; moving averages."
-    return figure("Clipped", caption, data, shares(f"share of {unit}", whole=False))
+    return figure(f"Clipped {unit}", caption, data, shares(f"share of {unit}", whole=False), keys=[key])
 
 
 def _clip_fractions(steps: Sequence[Record]) -> Figure | None:
     """Clip fractions of tokens and responses on one logarithmic axis, where 15 % and 0.1 % can both be read."""
     series = (("clip/tokens", "tokens", AMBER), ("clip/sequences", "responses", BLUE))
     data = [
-        line(fractions.steps, [value or None for value in fractions.average], name, colour)
+        line(fractions.steps, fractions.average, name, colour)
         for key, name, colour in series
         if (fractions := curve(steps, key)) is not None and any(fractions.average)
     ]
-    layout = {"yaxis": {"title": {"text": "share"}, "type": "log", "exponentformat": "power"}}
     caption = "Clip fraction over all updates of a step, moving averages; a step that clips nothing has no point."
-    return figure("Clip fraction, logarithmic", caption, data, layout)
+    keys = [key for key, _, _ in series]
+    return figure("Clip fraction, logarithmic axis", caption, data, logarithmic("share"), keys=keys)
 
 
 def _clip_band(steps: Sequence[Record]) -> Figure | None:
@@ -171,8 +174,7 @@ def _clip_band(steps: Sequence[Record]) -> Figure | None:
         if each is not None and min(each.values) > 0
     ]
     caption = "Distance of the bounds from a ratio of 1, moved so that the target share of responses is clipped."
-    layout = {"yaxis": {"title": {"text": "|ratio - 1|"}, "type": "log", "exponentformat": "power"}}
-    return figure("Clip band", caption, data, layout)
+    return figure("Clip band", caption, data, logarithmic("|ratio - 1|"), keys=[key for key, _, _ in series if key])
 
 
 def _by_update(steps: Sequence[Record], key: str) -> list[Trace]:
@@ -195,7 +197,7 @@ def _experts(steps: Sequence[Record]) -> Figure | None:
         steps, "router/mismatch_flip_mean", "engine and trainer", GREY
     )
     caption = "Share of the active experts that differ from those of the old policy, by update within the step."
-    return figure("Experts that changed", caption, data, shares("share of experts", whole=False))
+    return figure("Experts that changed", caption, data, shares("share of experts", whole=False), keys=["router/flip_mean"])
 
 
 def _ratios(steps: Sequence[Record]) -> Figure | None:
@@ -224,11 +226,11 @@ def _ratios(steps: Sequence[Record]) -> Figure | None:
     ]
     layout = shares("share of responses", whole=False)
     layout |= {"barmode": "overlay", "hovermode": "closest", "shapes": band_edges(ends[-1][0], "x")}
-    layout["xaxis"] = {"title": {"text": "log s (mean log-ratio of a response)"}, "tickformat": ".1e", "nticks": 7}
+    layout["xaxis"] = {"title": {"text": "log s (mean log-ratio of a response)"}, "tickformat": ".3~g", "nticks": 7}
     if len(data) == 1:
         data[0]["marker"]["color"] = BLUE
     caption = "How far responses moved within a step, first and last measured. Dashed: the clip band."
-    return figure("Sequence ratios", caption, data, layout)
+    return figure("Ratios of responses", caption, data, layout, keys=["ratio/sequence_log"])
 
 
 def _gradient(steps: Sequence[Record]) -> Figure | None:
@@ -236,21 +238,22 @@ def _gradient(steps: Sequence[Record]) -> Figure | None:
     data = [] if norms is None else line_with_band(norms, "gradient norm", AMBER)
     layout = axis("norm", least=0)
     if norms is not None and min(norms.values) > 0 and max(norms.values) > 30 * min(norms.values):
-        layout = {"yaxis": {"title": {"text": "norm"}, "type": "log", "exponentformat": "power"}}
-    return figure("Gradient norm", "Before clipping. Spikes that grow come before a collapse.", data, layout)
+        layout = logarithmic("norm")
+    caption = "Before clipping. Spikes that grow come before a collapse."
+    return figure("Gradient norm", caption, data, layout, keys=["gradient/norm"])
 
 
 def _groups(steps: Sequence[Record]) -> Figure | None:
     series = (
         ("groups/zero_variance", "all rewards equal", GREY),
-        ("groups/all_right", "all right", GREEN),
-        ("groups/all_wrong", "all wrong", RED),
-        ("length/truncated", "responses cut at the limit", AMBER),
-        ("rollouts/unscorable", "rollouts not scored", VIOLET),
+        ("groups/all_right", "all right", BLUE),
+        ("groups/all_wrong", "all wrong", AMBER),
+        ("length/truncated", "responses cut at the limit", VIOLET),
+        ("rollouts/unscorable", "rollouts not scored", RED),
     )
     data = [trace for key, name, colour in series for trace in average_line(steps, key, name, colour)]
     caption = "A group whose rewards are equal teaches nothing: the problems are too easy or too hard. Moving averages."
-    return figure("Groups", caption, data, shares("share"))
+    return figure("Groups that teach nothing", caption, data, shares("share"), keys=["groups/zero_variance"])
 
 
 def _times(steps: Sequence[Record]) -> Figure | None:
@@ -267,7 +270,8 @@ def _times(steps: Sequence[Record]) -> Figure | None:
     if any(left > 0 for left in rest):
         data.append(_bars(at, [max(0.0, left) for left in rest], "other", GREY))
     layout = axis("seconds", least=0) | {"barmode": "stack", "bargap": 0}
-    return figure("Time of a step", "Where the time goes. Other: evaluation, checkpoints, bookkeeping.", data, layout)
+    caption = "Where the time goes. Other: evaluation, checkpoints, bookkeeping."
+    return figure("Time of a step", caption, data, layout, keys=["time/step_seconds"])
 
 
 def _bars(at: list[float], seconds: list[float], name: str, colour: str) -> Trace:
@@ -278,21 +282,23 @@ def _bars(at: list[float], seconds: list[float], name: str, colour: str) -> Trac
 def _speed(steps: Sequence[Record]) -> Figure | None:
     speeds = curve(steps, "tokens/per_second")
     data = [] if speeds is None else line_with_band(speeds, "tokens/s", BLUE)
-    return figure("Speed", "Response tokens a second, over the whole step.", data, axis("tokens/s", least=0))
+    caption = "Response tokens a second, over the whole step."
+    return figure("Speed", caption, data, axis("tokens/s", least=0), keys=["tokens/per_second"])
 
 
 def _rate(steps: Sequence[Record]) -> Figure | None:
     rates = curve(steps, "optimizer/lr")
     if rates is None or len(set(rates.values)) < 2:
         return None  # a constant is in the config
-    layout = {"yaxis": {"title": {"text": "learning rate"}, "tickformat": ".1e", "rangemode": "tozero"}}
-    return figure("Learning rate", "As the schedule set it.", [line(rates.steps, rates.values, "lr", GREY)], layout)
+    layout = {"yaxis": {"title": {"text": "learning rate"}, "tickformat": ".2~e", "rangemode": "tozero"}}
+    data = [line(rates.steps, rates.values, "lr", GREY)]
+    return figure("Learning rate", "As the schedule set it.", data, layout, keys=["optimizer/lr"])
 
 
 def _warm_up(records: Sequence[Record]) -> Figure | None:
     losses = curve(records, "loss")
     data = [] if losses is None else line_with_band(losses, "loss", GREY)
-    return figure("Warm-up", "Loss of the supervised stage before training.", data, axis("loss"))
+    return figure("Warm-up", "Loss of the supervised stage before training.", data, axis("loss"), keys=["loss"])
 
 
 def _component_name(key: str) -> str:

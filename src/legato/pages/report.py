@@ -30,6 +30,7 @@ def write_report(directory: RunDirectory) -> Path:
         head=_head(run, health_words(health)),
         body="\n".join(
             [
+                _sets(run),
                 health_section(health) if _steps(records) else "",
                 _samples(directory),
                 _list("Deviations from the paper", start.get("deviations"), "None: every value is the paper's."),
@@ -121,7 +122,8 @@ def _tile(run: Summary, word: str) -> str:
     change = ""
     if before and after:
         points = 100 * (after.value - before.value)
-        kind = {"rose": "good", "fell": "bad"}.get(verdict(before, after), "dim")
+        course = verdict(before, after)
+        kind = course if course in ("rose", "fell") else "dim"
         change = f'<span class="change {kind}">{points:+.1f} points</span>'
     intervals = ", then ".join(f"{100 * each.low:.1f} to {100 * each.high:.1f} %" for _, each in shown)
     at = ", then ".join(f"step {evaluation.step}" for evaluation, _ in shown)
@@ -135,6 +137,33 @@ def _tile(run: Summary, word: str) -> str:
         f'<div class="big">{values}{change}</div>'
         f'<div class="label">95 % interval {intervals} ({at}{count}{best_words})</div></div>'
     )
+
+
+def _sets(run: Summary) -> str:
+    """The evaluation sets: a row for each measure, before, at best and at the end."""
+    if not run.sets:
+        return ""
+    rows = []
+    for course in run.sets:
+        (first_step, first), (last_step, last) = course.points[0], course.points[-1]
+        best_step, best = max(course.points, key=lambda point: point[1].value)
+        cells = [
+            f'{_around(each)} <span class="dim">step {step}</span>'
+            for step, each in ((first_step, first), (best_step, best), (last_step, last))
+        ]
+        problems = "" if course.problems is None else f"{course.problems:,}"
+        names = [_safe(course.name), _safe(course.measure), problems]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in (*names, *cells)) + "</tr>")
+    headings = "".join(f"<th>{word}</th>" for word in ("set", "measure", "problems", "first", "best", "last"))
+    note = '<p class="dim">95 % intervals over problems in brackets; pass@k is the unbiased estimate.</p>'
+    return (
+        f'<section><h2>Evaluation sets</h2>{note}<div class="card"><table><tr>{headings}</tr>{"".join(rows)}</table></div>'
+        "</section>"
+    )
+
+
+def _around(interval: Interval) -> str:
+    return f"{_percent(interval)} ({100 * interval.low:.1f} to {100 * interval.high:.1f})"
 
 
 def _samples(directory: RunDirectory) -> str:
@@ -175,7 +204,7 @@ def _prompt(record: Record) -> str:
 def _rollout(record: Record, step: int | None) -> str:
     accuracy, reward = number(record, "accuracy"), number(record, "reward")
     word = "unknown" if accuracy is None else "right" if accuracy >= 1 else "wrong" if accuracy <= 0 else f"{accuracy:.2f}"
-    kind = {"right": "good", "wrong": "bad"}.get(word, "dim")
+    kind = word if word in ("right", "wrong") else "dim"
     facts = [f"step {step}", f'<b class="{kind}">{word}</b>']
     facts += [] if reward is None else [f"reward {reward:.3g}"]
     facts += [f"{_safe(str(record[key]))}{unit}" for key, unit in (("tokens", " tokens"), ("stop", "")) if key in record]

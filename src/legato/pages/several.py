@@ -2,6 +2,7 @@
 
 import html
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
@@ -14,7 +15,7 @@ from legato.pages.curves import points
 from legato.pages.legible import legible, shorten
 from legato.pages.page import page, plotly_library
 from legato.pages.summary import Record, number
-from legato.pages.traces import Figure, Trace, axis, figure, shares
+from legato.pages.traces import Figure, axis, figure, logarithmic, shares
 from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
 from legato.records.tail import open_plain_file
@@ -25,18 +26,19 @@ _DEEPEST = 32
 OF_A_RUN = ("training.seed", "output.name", "output.directory")
 """Options that may differ between seeds of one arm."""
 
-_LOGARITHMIC = {"yaxis": {"title": {"text": "share"}, "type": "log", "exponentformat": "power"}}
 _FLIPS = "router/flip_mean"
 _CURVES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("Held-out accuracy", "evaluation", "eval/accuracy_sampled", shares("accuracy")),
     ("Reward", "step", "reward/mean", axis("reward")),
-    ("Lengths", "step", "length/mean", axis("tokens", least=0)),
+    ("Length of responses", "step", "length/mean", axis("tokens", least=0)),
     ("Entropy", "step", "entropy/mean", axis("nats", least=0)),
-    ("Clipped tokens", "step", "clip/tokens", _LOGARITHMIC),
+    ("Clipped tokens", "step", "clip/tokens", logarithmic("share")),
     ("Gradient norm", "step", "gradient/norm", axis("norm", least=0)),
     ("Experts that changed", "step", _FLIPS, shares("share of experts", whole=False)),
 )
 _LONGEST_NAME = 36
+_SEED = re.compile(r"-?seed\d+(-\d+)?$")
+"""The end of a run's name that tells its seed and, where the name was taken, a number."""
 _PHASES = ("rollouts", "anchor", "update")
 
 
@@ -97,30 +99,32 @@ def write_several(directories: Sequence[RunDirectory], path: Path) -> Path:
 def _label_arms(
     groups: Mapping[str, Sequence[str]], by_path: Mapping[str, RunDirectory]
 ) -> dict[str, tuple[str, Sequence[str]]]:
-    """Name each arm after its first run: the options that set it apart are too long for a legend."""
+    """Name each arm for a legend, in which its options may be too long: `grpo, 3 seeds` for grpo-seed0 to grpo-seed2."""
     labels: dict[str, tuple[str, Sequence[str]]] = {}
-    for arm, names in groups.items():
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        word = shorten(by_path[names[0]].name, _LONGEST_NAME) + others
-        number = 2
+    for arm, paths in groups.items():
+        names = [by_path[path].name for path in paths]
+        stems = {_SEED.sub("", name) for name in names}
+        # Runs whose names tell nothing in common are named after the arm's options, or its algorithm.
+        stem = names[0] if len(names) == 1 else stems.pop() if len(stems) == 1 else arm
+        several = f", {len(names)} seeds" if len(names) > 1 else ""
+        word, number = shorten(stem, _LONGEST_NAME) + several, 2
         while word in labels:
-            word, number = f"{shorten(by_path[names[0]].name, _LONGEST_NAME)} ({number}){others}", number + 1
-        labels[word] = arm, names
+            word, number = f"{shorten(stem, _LONGEST_NAME)} ({number}){several}", number + 1
+        labels[word] = arm, paths
     return labels
 
 
 def _figures(runs: Mapping[str, Sequence[Sequence[Record]]]) -> list[Figure]:
     colours = dict(zip(runs, cycle(ARMS), strict=False))
+    lasts = {arm: max(map(_last_step, seeds), default=0.0) or None for arm, seeds in runs.items()}
     drawn: list[Figure | None] = []
     for title, kind, key, layout in _CURVES:
         data = []
         for arm, seeds in runs.items():
             courses = [dict(zip(*points([r for r in seed if r.get("kind") == kind], key), strict=True)) for seed in seeds]
-            data += over_seeds([course for course in courses if course], arm, colours[arm])
-        if layout["yaxis"].get("type") == "log":
-            data = _above_zero(data)
+            data += over_seeds([course for course in courses if course], arm, colours[arm], lasts[arm])
         caption = "Mean over seeds, and its 95 % interval where there are several."
-        drawn.append(figure(title, caption, data, layout, wide=not drawn))
+        drawn.append(figure(title, caption, data, layout, wide=not drawn, keys=[key]))
     phases = {arm: seconds for arm, seeds in runs.items() if (seconds := _phases(seeds))}
     caption = (
         "Seconds of a step by where they go, mean over steps and seeds. Replaying routes shows under anchor and update."
@@ -130,16 +134,8 @@ def _figures(runs: Mapping[str, Sequence[Sequence[Record]]]) -> list[Figure]:
     return [each for each in drawn if each is not None]
 
 
-def _above_zero(data: Sequence[Trace]) -> list[Trace]:
-    """Prepare traces for a logarithmic axis. Seeds at 0 count in a mean; where the mean itself is 0 there is no point."""
-    least = min((y for trace in data for y in trace["y"] if y > 0), default=None)
-    if least is None:
-        return []
-    edges = [trace.get("showlegend") is False for trace in data]
-    return [
-        trace | {"y": [max(y, least) if edge else y or None for y in trace["y"]]}
-        for trace, edge in zip(data, edges, strict=True)
-    ]
+def _last_step(records: Sequence[Record]) -> float:
+    return max((number(each, "step") or 0.0 for each in records if each.get("kind") in ("step", "evaluation")), default=0.0)
 
 
 def _routing(runs: Mapping[str, Sequence[Sequence[Record]]]) -> Figure | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from legato.diagnostics.statistics.intervals import wilson_interval
 from legato.pages.comparison import escape, table_html, tables_markdown, write_files
-from legato.pages.comparison_figures import ARMS
+from legato.pages.comparison_figures import ARMS, DASHES, swept_axis
 from legato.pages.comparison_tables import Results, Table
 from legato.pages.page import page, plotly_library
 from legato.pages.traces import Figure, figure, shares
@@ -29,6 +29,7 @@ def write_study_page(folder: Path, results: Results) -> None:
         body=_registration(results),
         drawn=figures(results),
         plotly=plotly_library(),
+        no_figures="" if results["complete"] else "Curves are shown when the last run has ended.",
     )
     write_files(folder, {"study.html": html, "study.md": markdown(results)})
 
@@ -43,7 +44,7 @@ def markdown(results: Results) -> str:
 def tables(results: Results) -> list[Table]:
     """The tables of a study. An unfinished one shows its progress and its power only."""
     if not results["complete"]:
-        ended = sum(run["status"] in ("done", "collapsed", "failed") for run in results["runs"])
+        ended = sum(run["status"] in ("done", "collapsed", "unhealthy", "failed") for run in results["runs"])
         row = (str(ended), str(len(results["runs"])))
         note = "Scores are shown when the last run has ended."
         return [Table(title="Progress", note=note, headings=("ended", "runs"), rows=(row,)), _power(results)]
@@ -63,7 +64,7 @@ def figures(results: Results) -> list[Figure]:
 
 def _survival_figure(results: Results, bed: str, axis: str) -> Figure | None:
     traces = []
-    for arm, colour in zip(results["arms"], ARMS, strict=False):
+    for number, (arm, colour) in enumerate(zip(results["arms"], ARMS, strict=False)):
         runs = [run for run in results["runs"] if (run["bed"], run["arm"]) == (bed, arm)]
         if not runs:
             continue
@@ -78,7 +79,8 @@ def _survival_figure(results: Results, bed: str, axis: str) -> Figure | None:
                 "name": arm,
                 "x": values,
                 "y": share,
-                "line": {"color": colour, "width": 2.2},
+                # Arms that survive alike lie on each other: through the dashes of one the other is seen.
+                "line": {"color": colour, "width": 2.2, "dash": DASHES[number % len(DASHES)]},
                 "error_y": {
                     "type": "data",
                     "symmetric": False,
@@ -89,7 +91,7 @@ def _survival_figure(results: Results, bed: str, axis: str) -> Figure | None:
                 },
             }
         )
-    layout = shares("runs that survived") | {"xaxis": {"title": {"text": axis}, "type": "log"}}
+    layout = shares("runs that survived") | {"xaxis": swept_axis(axis, results["sweep"][axis])}
     where = f" on {bed}" if bed else ""
     return figure(f"Survival{where}", "Share of seeds that neither collapsed nor failed; Wilson intervals.", traces, layout)
 

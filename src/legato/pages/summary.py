@@ -1,6 +1,7 @@
 """A run in a few numbers: accuracy before, after and at best, duration, and sample rollouts."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,18 @@ class Summary:
     after: Evaluation | None
     best: Evaluation | None
     """By sampled accuracy, then greedy."""
+    sets: tuple["SetCourse", ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetCourse:
+    """One measure (avg@16, pass@8) of an evaluation set over a run."""
+
+    name: str
+    measure: str
+    problems: int | None
+    points: tuple[tuple[int, Interval], ...]
+    """(step, value) of each evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +85,30 @@ def summarise(records: Sequence[Record], name: str) -> Summary:
     before, after = (measured[0] if measured else None), (measured[-1] if measured else None)
     if len(measured) == 1:
         before, after = (before, None) if measured[0].step == 0 else (None, after)
-    seconds = number(ends[-1], "seconds") if ends else None
     return Summary(
         name=str(start.get("name") or name),
         model=str(start.get("model") or "unknown model"),
         algorithm=str(start.get("algorithm") or "unknown algorithm"),
         steps=max((int(number(record, "step") or 0) for record in steps), default=0),
-        seconds=sum(number(record, "time/step_seconds") or 0.0 for record in steps) if seconds is None else seconds,
+        seconds=seconds_of_training(records),
         reason=str(ends[-1]["reason"]) if ends and ends[-1].get("reason") else None,
         before=before,
         after=after,
         best=max(measured, key=_rank, default=None),
+        sets=tuple(set_courses(records)),
     )
+
+
+def seconds_of_training(records: Sequence[Record]) -> float:
+    """The seconds that a run has trained, over all its sessions: the last total recorded, plus the steps since then."""
+    seconds = 0.0
+    for record in records:
+        if record.get("kind") == "step":
+            seconds += number(record, "time/step_seconds") or 0.0
+        elif record.get("kind") in ("checkpoint", "end"):
+            # Runs of older versions recorded no total in checkpoints, and in the end only that of the last session.
+            seconds = max(seconds, number(record, "seconds") or 0.0)
+    return seconds
 
 
 def evaluations(records: Sequence[Record]) -> list[Evaluation]:
@@ -98,6 +123,28 @@ def evaluations(records: Sequence[Record]) -> list[Evaluation]:
             step, count = int(number(record, "step") or 0), None if problems is None else int(problems)
             measured.append(Evaluation(step=step, problems=count, sampled=sampled, greedy=greedy))
     return measured
+
+
+def set_courses(records: Sequence[Record]) -> list[SetCourse]:
+    """Return the course of every measure of every evaluation set, in the order of the records."""
+    points: dict[tuple[str, str], list[tuple[int, Interval]]] = {}
+    problems: dict[str, int] = {}
+    for record in (record for record in records if record.get("kind") == "evaluation"):
+        for key in record:
+            words = key.split("/")
+            if len(words) != 3 or words[0] != "eval" or (value := number(record, key)) is None:
+                continue
+            if words[2] == "problems":
+                problems[words[1]] = int(value)
+            elif "@" in words[2] and not key.endswith(("_low", "_high")):
+                interval = _interval(record, key, number(record, f"eval/{words[1]}/problems"))
+                if interval is not None:
+                    step = int(number(record, "step") or 0)
+                    points.setdefault((words[1], words[2]), []).append((step, interval))
+    return [
+        SetCourse(name=name, measure=measure, problems=problems.get(name), points=tuple(course))
+        for (name, measure), course in points.items()
+    ]
 
 
 def wilson_interval(share: float, trials: float) -> Interval:
@@ -132,6 +179,19 @@ def samples(directory: RunDirectory, count: int = 3) -> Samples:
         before=tuple(before),
         after=tuple(after),
     )
+
+
+def shown_prompt(record: Record) -> str:
+    """The part of a prompt worth showing: the last turn of the user, or all of a prompt that is one text."""
+    question, prompt = record.get("question"), str(record.get("prompt") or "")
+    if isinstance(question, str):
+        return question
+    # Records of older versions hold chat messages as lines "role: content" only.
+    turns = re.split(r"(?:^|\n)(system|user|assistant|tool): ", prompt)
+    if turns[0] or "user" not in turns[1::2]:
+        return prompt
+    last = max(place for place, role in enumerate(turns[1::2]) if role == "user")
+    return turns[2 * last + 2]
 
 
 def _first_by_prompt(records: Sequence[Record]) -> dict[str, Record]:

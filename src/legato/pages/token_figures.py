@@ -10,7 +10,7 @@ from typing import Any
 from legato.pages.curves import quantile, round_six
 from legato.pages.legible import piece
 from legato.pages.summary import Record, number
-from legato.pages.traces import AMBER, BLUE, GREEN, GREY, VIOLET, Figure, Trace, axis, band_edges, figure, line, shares
+from legato.pages.traces import AMBER, BLUE, GREY, Figure, Trace, axis, band_edges, figure, line, shares
 from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
 
@@ -230,12 +230,12 @@ def strip(chosen: MeasuredResponse, band: Record) -> Figure | None:
             "hovertemplate": "%{text}: %{y:.3~e}<extra></extra>",
             "marker": {"color": colour, "line": {"width": 0}},
         }
-        for name, colour, silent in (("with a gradient", GREEN, False), ("no gradient", AMBER, True))
+        for name, colour, silent in (("with a gradient", BLUE, False), ("no gradient", AMBER, True))
         if (selected := [bar for bar in bars if bar[2] is silent])
     ]
-    data.append(line([0.5, len(pieces) + 0.5], [round_six(chosen.log_s)] * 2, "log s", VIOLET))
+    data.append(line([0.5, len(pieces) + 0.5], [round_six(chosen.log_s)] * 2, "log s", GREY))
     layout = axis("log-ratio") | {"hovermode": "closest", "barmode": "overlay", "shapes": band_edges(band, "y")}
-    layout["yaxis"] |= {"tickformat": ".1e", "nticks": 7}
+    layout["yaxis"] |= {"tickformat": ".3~g", "nticks": 7}
     layout["xaxis"] = {
         "title": {"text": "token"},
         "tickmode": "array",
@@ -246,5 +246,7 @@ def strip(chosen: MeasuredResponse, band: Record) -> Figure | None:
     advantage = number(chosen.record, "advantage")
     advantage_words = "" if advantage is None else f" Its advantage is {advantage:.3g}."
     more = "" if len(details["pieces"]) <= _STRIP else f" The first {_STRIP} of {len(details['pieces'])} tokens."
-    caption = f"A response of step {chosen.step}, token by token.{advantage_words}{more} Dashed: the clip band."
-    return figure("Token strip", caption, data, layout, wide=True)
+    caption = (
+        f"A response of step {chosen.step} and the log-ratios of its tokens.{advantage_words}{more} Dashed: the clip band."
+    )
+    return figure("One response, token by token", caption, data, layout, wide=True)

@@ -8,8 +8,9 @@ from typing import Any
 from legato.pages.curves import Curve, curve
 from legato.pages.summary import Record, number
 
-BLUE, GREEN, AMBER, RED, VIOLET, GREY = "#3b82f6", "#10b981", "#f59e0b", "#ef4444", "#8b5cf6", "#94a3b8"
-UPDATES = ("#06b6d4", "#3b82f6", "#8b5cf6", "#db2777", "#f97316", "#eab308", "#10b981", "#64748b")
+BLUE, GREEN, AMBER, RED, VIOLET, GREY = "#2f7fe8", "#0e9f7e", "#d97706", "#dc2626", "#7c3aed", "#8493a8"
+"""Each has a contrast of 3 with the cards of a light and of a dark page."""
+UPDATES = ("#06b6d4", "#2f7fe8", "#7c3aed", "#db2777", "#f97316", "#b58900", "#0e9f7e", "#64748b")
 """One colour per update of a step."""
 
 Trace = dict[str, Any]
@@ -24,6 +25,8 @@ class Figure:
     data: list[Trace]
     layout: dict[str, Any]
     wide: bool = False
+    keys: tuple[str, ...] = ()
+    """The metrics shown."""
 
 
 def average_line(records: Sequence[Record], key: str, name: str, colour: str) -> list[Trace]:
@@ -74,12 +77,53 @@ def shares(title: str, *, whole: bool = True) -> dict[str, Any]:
     return {"yaxis": axis | ({"range": [-0.02, 1.02]} if whole else {})}
 
 
-def figure(title: str, caption: str, data: list[Trace], layout: dict[str, Any], *, wide: bool = False) -> Figure | None:
-    if not data:
+def logarithmic(title: str) -> dict[str, Any]:
+    """Return a logarithmic axis with labels at 1, 2 and 5 instead of at every digit."""
+    return {"yaxis": {"title": {"text": title}, "type": "log", "dtick": "D2", "tickformat": "~g"}}
+
+
+def figure(
+    title: str,
+    caption: str,
+    data: list[Trace],
+    layout: dict[str, Any],
+    *,
+    wide: bool = False,
+    keys: Sequence[str] = (),
+) -> Figure | None:
+    """Return a figure; None without data. A logarithmic axis without a value above 0 becomes linear; the caption says so."""
+    if not any(y is not None for trace in data for y in trace["y"]):
         return None
+    if layout.get("yaxis", {}).get("type") == "log":
+        least = min((y for trace in data for y in trace["y"] if y is not None and y > 0), default=None)
+        if least is not None:
+            data = [_for_logarithms(trace, least) for trace in data]
+            most = max(y for trace in data for y in trace["y"] if y is not None)
+            if most < 4 * least or most > 1000 * least:  # labels at 1, 2 and 5 would be too few or too many
+                layout = layout | {"yaxis": layout["yaxis"] | {"dtick": None}}
+        else:
+            caption += " No value is above 0, so the axis is linear."
+            layout = layout | axis(layout["yaxis"]["title"]["text"], least=0)
     entries = sum(trace.get("showlegend", True) for trace in data)
     whole = {"xaxis": {"title": {"text": "step"}}, "hovermode": "x unified", "showlegend": entries > 1} | layout
-    return Figure(title=title, caption=caption, data=data, layout=whole, wide=wide)
+    return Figure(title=title, caption=caption, data=data, layout=whole, wide=wide, keys=tuple(keys))
+
+
+def _for_logarithms(trace: Trace, least: float) -> Trace:
+    """Return the trace with a gap where it is not above 0, and with markers if a point between two gaps has no line.
+
+    The edges of a band have no gaps: where they are not above 0 they lie at `least`.
+    """
+    if trace["type"] != "scatter" or trace.get("mode") != "lines":
+        return trace
+    if trace["line"].get("width") == 0:
+        return trace | {"y": [y if y is None else max(y, least) for y in trace["y"]]}
+    y = [value if value is not None and value > 0 else None for value in trace["y"]]
+    around = [None, *y, None]
+    alone = any(a is None and b is not None and c is None for a, b, c in zip(around, y, around[2:], strict=False))
+    if not alone:
+        return trace | {"y": y}
+    return trace | {"y": y, "mode": "lines+markers", "marker": {"color": trace["line"]["color"], "size": 5}}
 
 
 def band_edges(record: Record, direction: str, *, sizes: bool = False) -> list[dict[str, Any]]:

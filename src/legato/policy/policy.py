@@ -75,6 +75,22 @@ class Channels:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopScores:
+    """Log-probs of the K tokens of some rows, row after row, and the likeliest tokens in their places; on the host."""
+
+    counts: tuple[int, ...]
+    """How many of the K tokens each row has."""
+    logprobs: Tensor
+    """[K]"""
+    ranks: Tensor
+    """[K]: 1 for the likeliest token of the vocabulary."""
+    top: Tensor
+    """[K, count] token ids, the likeliest first."""
+    top_logprobs: Tensor
+    """[K, count]"""
+
+
 class ValueHead(nn.Module):
     """The value of the state before each token, from the body's last hidden state. It starts at 0."""
 
@@ -109,6 +125,8 @@ class Policy:
     value_head: ValueHead | None = None
     logits_at_once: int | None = None
     """How many logits are allocated at once; None: 2^23 on a CPU (32 MiB), 5 * 2^27 on a GPU (1.3 GB of 16 bits)."""
+    divided: bool = False
+    """Whether the weights of its layers are divided among ranks: then all ranks must run equally many passes."""
     notes: list[str] = field(default_factory=list)
     """Decisions made while loading, for the run to print."""
 
@@ -215,6 +233,20 @@ class Policy:
                 return channels
             routed, traffic = tap.results()
             return replace(channels, routed=routed, traffic=traffic)
+
+    def score_with_top(self, texts: Texts, rows: Tensor, count: int) -> TopScores:
+        """The log-probs of some rows and the `count` likeliest tokens in each place, without a gradient."""
+        packed = self.pack(texts, rows).to(self.device)
+        head, parts = Head.from_body(self.body), []
+        with torch.no_grad(), self._hidden_states(packed) as hidden:
+            for start in range(0, len(hidden), self.tokens_at_once):
+                here = slice(start, start + self.tokens_at_once)
+                logprobs = (head.exact(hidden[here]) / packed.temperature[here, None]).log_softmax(1)
+                own = logprobs.gather(1, packed.targets[here, None])
+                likeliest = logprobs.topk(min(count, logprobs.shape[1]), 1)
+                parts.append((own[:, 0], (logprobs > own).sum(1) + 1, likeliest.indices, likeliest.values))
+        tables = [torch.cat(list(table)).cpu() for table in zip(*parts, strict=True)]
+        return TopScores(counts=packed.counts, logprobs=tables[0], ranks=tables[1], top=tables[2], top_logprobs=tables[3])
 
     @contextmanager
     def accumulate_gradient(self, texts: Texts, rows: Tensor, directions: Directions | None = None) -> "Iterator[Forward]":
@@ -378,6 +410,12 @@ class Forward:
         if unread := len(hidden) - sum(map(len, gradients)):
             gradients.append(hidden.new_zeros(unread, hidden.shape[1]))
         hidden.backward(torch.cat(gradients))  # type: ignore[no-untyped-call]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds: all of it, unless it is divided among ranks."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def _fused_parts(packed: Pack) -> Parts:

@@ -13,6 +13,7 @@
     metrics-damaged-1.jsonl         a damaged file of records that a resumed run has repaired (`records/repair.py`)
     evidence/step-000120/           evidence for an alarm of the health watch (`health/evidence.py`). After a recovery also
                                     the discarded lines of metrics.jsonl and stored rollouts, as abandoned*
+    tracker.json                    the run's id at Weights & Biases and its name at trackio, if it logs there
     report.html                     the report, one file
 
 Kinds of lines in metrics.jsonl:
@@ -25,17 +26,20 @@ Kinds of lines in metrics.jsonl:
     note        step, text: something to know about the run from that step on
     step        step, updates, and numbers by "topic/name"; "topic/name@k" is the number of update k of the step;
                 at some steps "histograms": {"ratio/sequence_log": {"edges": [n + 1], "counts": [n]}}
-    evaluation  step, eval/accuracy_sampled, eval/accuracy_greedy (each with _low and _high), eval/problems
-    checkpoint  step
-    end         reason, and if known seconds; if the health watch ended the run also healthy: the step of the newest healthy
-                checkpoint, else of the oldest, or null
+    evaluation  step, eval/accuracy_sampled, eval/accuracy_greedy (each with _low and _high), eval/problems; or of evaluation
+                sets eval/NAME/avg@K, eval/NAME/pass@K (each with _low and _high), eval/NAME/length, eval/NAME/problems
+    checkpoint  step, seconds of training so far, over all sessions
+    end         reason, step, seconds (as in a checkpoint); if the health watch ended the run also healthy: the step of the
+                newest healthy checkpoint, else of the oldest, or null; if evaluation.best_metric was set also best:
+                checkpoint, metric, value
 
 A rollout: {"prompt": str, "text": str, "answer": str | null, "reward": float, "accuracy": float,
-"components": {name: float}, "stop": str, "tokens": int, "key": str}. Training rollouts also have "group" (the number of
-their group) and "advantage". The first rollouts of a step have "details", lists over their first tokens: {"pieces": [str],
-"logprobs", "log_ratios", "advantages", "coefficients": [float | null] or null, "update": int | null}. "update" is the last
-update of the step that used the response, counted from 0. A null inside a list marks a token that the policy did not write.
-A null in place of a list means: not computed (no update used the response), or the same advantage at every token.
+"components": {name: float}, "stop": str, "tokens": int, "key": str}; of a chat also "question", its last user turn.
+Training rollouts also have "group" (the number of their group) and "advantage". The first rollouts of a step have "details",
+lists over their first tokens: {"pieces": [str], "logprobs", "log_ratios", "advantages", "coefficients": [float | null] or
+null, "update": int | null}. "update" is the last update of the step that used the response, counted from 0. A null inside a
+list marks a token that the policy did not write. A null in place of a list means: not computed (no update used the
+response), or the same advantage at every token.
 
 Kinds of lines in health.jsonl, in order of time. Lines of steps that a recovery discarded stay in the file:
 
@@ -98,6 +102,8 @@ class RunDirectory:
     """A run directory by its path. Use `create` for a new directory and `open` for an existing one."""
 
     path: Path
+    writes: bool = True
+    """Whether anything is written; False for the ranks of a run that leave its records to rank 0."""
 
     @classmethod
     def create(cls, parent: Path, name: str) -> "RunDirectory":
@@ -165,12 +171,12 @@ class RunDirectory:
     @property
     def metrics_file(self) -> Lines:
         """The file metrics.jsonl."""
-        return Lines(self.metrics_path)
+        return Lines(self.metrics_path, self.writes)
 
     @property
     def health(self) -> Lines:
         """The file health.jsonl."""
-        return Lines(self.path / "health.jsonl")
+        return Lines(self.path / "health.jsonl", self.writes)
 
     @property
     def report_path(self) -> Path:
@@ -212,7 +218,8 @@ class RunDirectory:
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
         """Write the rollouts of a step. The same records give the same bytes."""
-        return write_records(self.rollouts_path(step), records)
+        path = self.rollouts_path(step)
+        return write_records(path, records) if self.writes else path
 
     def read_rollouts(self, step: int, most: int | None = None) -> list[dict[str, Any]]:
         """Read the stored rollouts of a step. A file that unpacks to more than `most` bytes is refused."""
@@ -280,6 +287,9 @@ class RunDirectory:
             return None
 
     def _write(self, path: Path, text: str) -> None:
+        if not self.writes:
+            return
+
         def write() -> None:
             with explain_os_errors(path, "write"), atomic_replace(path) as partial:
                 partial.write_text(text, encoding="utf-8")
@@ -325,3 +335,13 @@ def unused_name(parent: Path, stem: str, number: int) -> str:
     while (parent / f"{stem}-{number}").exists():
         number += 1
     return f"{stem}-{number}"
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a file, or of all files in a folder; what vanishes meanwhile counts as nothing."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            return sum(map(size_of, path.iterdir()))
+        return path.lstat().st_size
+    except OSError:
+        return 0

@@ -31,11 +31,14 @@ class Lines:
     """A JSON-lines file by its path. A file that does not exist counts as empty."""
 
     path: Path
+    writes: bool = True
+    """Whether anything is written; False for the ranks of a run that leave its records to rank 0."""
 
     def append(self, record: Mapping[str, Any], *, sync: bool = False) -> None:
         """Append one record as a line. With `sync` the line is on disk when this returns."""
-        line = encode_line(record)
-        until_room(lambda: self._append(line, sync))
+        if self.writes:
+            line = encode_line(record)
+            until_room(lambda: self._append(line, sync))
 
     def _append(self, line: bytes, sync: bool) -> None:
         with explain_os_errors(self.path, "write"), self.path.open("ab+") as file:
@@ -81,6 +84,8 @@ class Lines:
 
     def truncate(self, position: int) -> None:
         """Cut off everything after byte `position`: a resumed run writes those lines again."""
+        if not self.writes:
+            return
         here = self.position()
         if not 0 <= position <= here:
             raise InputError(f"expected a position from 0 to {here} (whole lines), got {position} ({self.path})")

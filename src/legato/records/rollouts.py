@@ -23,6 +23,9 @@ def rollout_record(rollout: Rollout, score: Score | Unscorable) -> dict[str, Any
     text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
     scored = not isinstance(score, Unscorable)
     dialogue = {} if rollout.dialogue is None else {"dialogue": list(rollout.dialogue)}
+    # The turn that a reader wants to see of a chat; a prompt of one text has no other.
+    users = [] if isinstance(prompt, str) else [str(each["content"]) for each in prompt if each["role"] == "user"]
+    question = {"question": users[-1]} if users else {}
     return dialogue | {
         "key": rollout.problem.key,
         "prompt": text,
@@ -34,4 +37,5 @@ def rollout_record(rollout: Rollout, score: Score | Unscorable) -> dict[str, Any
         "unscorable": None if scored else str(getattr(score, "reason", "")),
         "stop": rollout.stop.name.lower(),
         "tokens": len(rollout.tokens),
+        **question,
     }

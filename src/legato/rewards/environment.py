@@ -9,6 +9,8 @@ from legato.rewards.verifiers import Verdict
 class EnvironmentReward(Part):
     """The sum of what the environment gave for each turn (`task.environment`)."""
 
+    harmless = True
+
     def __call__(self, rollout: Rollout) -> Verdict:
         if rollout.turn_rewards is None:
             return Unscorable("the environment gave no reward for any turn")

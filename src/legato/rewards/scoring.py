@@ -2,15 +2,17 @@
 
 A reward that raises, takes too long or returns something that is not a finite number is `Unscorable(reason)`: the rollout
 leaves its group, is counted and shown once. It is never scored 0: a broken verifier would otherwise teach that right answers
-are wrong. Rewards see copies of the rollouts (`protection.py`), and nothing they raise ends the run (`core/user_code.py`).
+are wrong. Rewards see copies of the rollouts (`core/protection.py`). Nothing they raise ends the run (`core/user_code.py`).
 
-A reward has one of three forms:
+A reward has one of four forms:
     def reward(rollout) -> verdict             a plain function, one rollout at a time, in order
     async def reward(rollout) -> verdict       all rollouts at once; results in the order of the rollouts, not of completion
     @batched def reward(rollouts) -> verdicts  one call for all (also async): a reward model, a ranking
+    def reward(prompts, completions, **columns) -> list[float | None]   as TRL calls it (`trl.py`), also async
 
 Rewards that wait for worker processes have two class attributes: `own_limit = True`, they watch their time themselves;
-`parallel = True`, a plain one is called in several threads.
+`parallel = True`, a plain one is called in several threads. Verifiers of Legato that only read the rollout have the
+class attribute `harmless = True`: they see the rollouts themselves, and all their calls count as one.
 """
 
 import asyncio
@@ -25,13 +27,14 @@ from typing import Any, TypeVar
 import torch
 
 from legato.core.fields import flag, number
+from legato.core.protection import copy_rollout, settings_restored
 from legato.core.rollout import Rollout, Score, Unscorable
 from legato.core.settings import optional_table, settings
-from legato.core.user_code import DEFAULT_SECONDS, CallFailedError, UserCode
+from legato.core.user_code import DEFAULT_SECONDS, CallFailedError, UserCode, is_own
 from legato.errors import InputError, describe_error, describe_value, shorten
 from legato.rewards.environment import EnvironmentReward
 from legato.rewards.overlong import OverlongPunishment
-from legato.rewards.protection import copy_rollout, settings_restored
+from legato.rewards.trl import NotScored
 from legato.rewards.verifiers import LARGEST_REWARD, Verdict, as_number
 
 Reward = (
@@ -74,7 +77,10 @@ def check_reward(reward: Any, name: str) -> None:
     try:
         signature.bind(object())
     except TypeError:
-        raise InputError(f"reward {name!r}: expected one positional argument, the rollout, got {signature}") from None
+        raise InputError(
+            f"reward {name!r}: expected one positional argument, the rollout, got {signature}; a reward of TRL has the"
+            " parameters (prompts, completions, **columns)"
+        ) from None
 
 
 @settings()
@@ -134,7 +140,10 @@ class WeightedSum(RewardSettings):
         return self.score_all([rollout])[0]
 
     def score_all(self, rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
-        """One score per rollout, in order. A component does not see rollouts that an earlier component could not score."""
+        """One score per rollout, in order. A component does not see rollouts that an earlier component could not score.
+
+        A component that does not apply to a rollout (NotScored) is left out of its sum, as TRL does with None.
+        """
         breakdowns: list[dict[str, Judgement]] = [{} for _ in rollouts]
         failed: dict[int, Unscorable] = {}
         for name, component in self.components.items():
@@ -142,12 +151,16 @@ class WeightedSum(RewardSettings):
             listed = [rollouts[place] for place in places]
             verdicts = judge_all(component.reward, listed, self.timeout_seconds, name)
             for place, verdict in zip(places, verdicts, strict=True):
+                if isinstance(verdict, NotScored) and len(self.components) > 1:
+                    continue
                 if isinstance(verdict, Unscorable):
                     failed[place] = Unscorable(f"{name}: {verdict.reason}")
                 breakdowns[place][name] = verdict
         return [failed.get(place) or self._sum(rollout, breakdowns[place]) for place, rollout in enumerate(rollouts)]
 
     def _sum(self, rollout: Rollout, verdicts: Mapping[str, Judgement]) -> Score | Unscorable:
+        if not verdicts:
+            return Unscorable("no reward scored it: each returned None")
         listed: dict[str, float] = {}
         total, judged = 0.0, []
         for name, verdict in verdicts.items():
@@ -157,6 +170,8 @@ class WeightedSum(RewardSettings):
             listed |= {name if part == "" else f"{name}/{part}": number for part, number in verdict.items()}
             if self.components[name].judges:
                 judged.append(value)
+        # Where no reward that judges applies, the others are all there is.
+        judged = judged or [sum(verdict.values()) for verdict in verdicts.values() if not isinstance(verdict, Unscorable)]
         if self.overlong is not None:
             assert self.longest_response is not None
             length = rollout.mask.sum().reshape(1).to(torch.int64)
@@ -165,7 +180,8 @@ class WeightedSum(RewardSettings):
         if not abs(total) <= LARGEST_REWARD:
             return Unscorable(f"the weighted sum is {total:g}; at most {LARGEST_REWARD:g} is allowed")
         turns = None if rollout.turn_rewards is None else self._divide(total, rollout.turn_rewards)
-        return Score(reward=total, accuracy=sum(judged) / len(judged), components=listed, turn_rewards=turns)
+        absent = tuple([name for name in self.components if name not in verdicts])
+        return Score(reward=total, accuracy=sum(judged) / len(judged), components=listed, turn_rewards=turns, absent=absent)
 
     def _divide(self, total: float, turn_rewards: tuple[float, ...]) -> tuple[float, ...] | None:
         """The reward of each turn: the environment's rewards at their turns, all other rewards at the last turn."""
@@ -202,6 +218,9 @@ def judge_all(
             return _judge_async(code, call, [copy_rollout(rollout) for rollout in rollouts], _read)
         if parallel:
             return _judge_in_threads(code, call, rollouts)
+        if getattr(call, "harmless", False) is True and not is_own(call):
+            verdicts = _attempt(code, lambda: [_judge_safely(call, rollout) for rollout in rollouts])
+            return [verdicts] * count if isinstance(verdicts, Unscorable) else verdicts
         return [_attempt(code, lambda rollout: _read(call(copy_rollout(rollout))), rollout) for rollout in rollouts]
 
 
@@ -237,10 +256,19 @@ def _read_safely(row: Any) -> Judgement:
         return Unscorable(describe_error(error))
 
 
+def _judge_safely(reward: Callable[[Rollout], Any], rollout: Rollout) -> Judgement:
+    try:
+        return _read(reward(rollout))
+    except Exception as error:
+        return Unscorable(describe_error(error))
+
+
 def _read(verdict: Any) -> Judgement:
     """A verdict as a breakdown, with a fast path for plain floats. It runs code of the user's: `repr`, `item`, `items`."""
     if type(verdict) is float and abs(verdict) <= LARGEST_REWARD:
         return {"": verdict}
+    if isinstance(verdict, NotScored):
+        return verdict
     if isinstance(verdict, Unscorable):
         return Unscorable(shorten(str(verdict.reason)))
     _close(verdict)

@@ -1,21 +1,23 @@
 """A reward of the user's in a process of its own, which can be killed whatever the reward does (`reward.separate_process`).
 
-The process imports the reward by its path and keeps it between calls. It sees a rollout as JSON can carry it: the fields of
-a problem must be JSON, and routes of experts are left out.
+The process imports the reward by its path and keeps it between calls; the trainer never imports it. It sees a rollout as
+JSON can carry it: the fields of a problem must be JSON, and routes of experts are left out.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from legato.core.importing import IMPORT_SECONDS, OwnCode
 from legato.core.rollout import Problem, Rollout, StopReason, Unscorable
 from legato.errors import InputError
+from legato.rewards.trl import NotScored, Schedule
 from legato.rewards.verifiers import Verdict
 from legato.workers.pool import DiedError, RefusedError, TimedOutError, Workers
 
-WORKER = "legato.rewards.separate_worker:judge"
+WORKER = "legato.rewards.separate_worker:answer"
 _TENSORS = ("prompt_tokens", "tokens", "sampler_logprobs", "version", "mask", "turn", "author", "kept_logmass")
 _PLAIN = ("rollout_id", "text", "temperature", "turn_rewards", "turn_states", "dialogue")
 FOR_EVER = 10.0**8
@@ -31,12 +33,34 @@ class SeparateReward:
     seconds: float | None
     batch: bool
     """Whether the reward gets all rollouts in one call; an async reward does, to wait for all of them at once."""
+    schedule: Schedule = field(default_factory=Schedule)
+    """For a reward with TRL's signature, which may read the number of updates."""
+    code: tuple[OwnCode, ...] = ()
+    """The reward's file and the user's modules that it imports."""
     own_limit = True
     _workers: Workers = field(default_factory=lambda: Workers(WORKER, count=1, limited=False), repr=False)
 
+    @classmethod
+    def load(cls, path: str, options: Mapping[str, Any], seconds: float | None, schedule: Schedule) -> "SeparateReward":
+        """Import a reward in its own process and ask what it is; InputError if it cannot be used."""
+        unknown = cls(path=path, options=options, seconds=seconds, batch=False, schedule=schedule)
+        try:
+            # An import may take IMPORT_SECONDS, and so may the making of an object; the worker itself says so.
+            facts = unknown._workers.ask(
+                "describe", path, dict(options), [], asdict(schedule), seconds=2 * IMPORT_SECONDS + 10
+            )
+        except (TimedOutError, DiedError, RefusedError) as error:
+            unknown._workers.close()
+            raise InputError(f"reward {path!r}: it could not be imported in its own process: {error}") from None
+        if "refused" in facts:
+            unknown._workers.close()
+            raise InputError(facts["refused"])
+        return replace(unknown, batch=facts["batch"], code=tuple(OwnCode(**each) for each in facts["code"]))
+
     def __call__(self, given: Rollout | Sequence[Rollout]) -> Verdict | list[Verdict]:
         rollouts = [given] if isinstance(given, Rollout) else given
-        question = self.path, dict(self.options), [rollout_as_json(rollout) for rollout in rollouts]
+        records = [rollout_as_json(rollout) for rollout in rollouts]
+        question = "judge", self.path, dict(self.options), records, asdict(self.schedule)
         seconds = FOR_EVER if self.seconds is None else self.seconds
         try:
             replies = self._workers.ask(*question, seconds=seconds)
@@ -45,8 +69,14 @@ class SeparateReward:
         except (DiedError, RefusedError) as error:
             verdicts = [Unscorable(str(error))] * len(rollouts)
         else:
-            verdicts = [Unscorable(each) if isinstance(each, str) else each for each in replies]
+            verdicts = [_verdict(each) for each in replies]
         return verdicts if self.batch else verdicts[0]
+
+
+def _verdict(reply: dict[str, float] | str | None) -> Verdict:
+    if reply is None:
+        return NotScored("returned None: it does not score this response")
+    return Unscorable(reply) if isinstance(reply, str) else reply
 
 
 def check_separate(paths: Sequence[str]) -> None:

@@ -18,6 +18,8 @@ from legato.core.rollout import Rollout, Unscorable
 from legato.errors import InputError
 
 Verdict = float | dict[str, float] | Unscorable
+"""A reward that compares with the problem's answer has the class attribute `needs_answer = True`; one of Legato that only
+reads the rollout, in time that grows with its length, `harmless = True`."""
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+")
 _LONGEST_NUMBER = 1000
@@ -43,6 +45,9 @@ class ExactMatch(Part):
 
     ignore_case: bool = flag(default=False, says="Whether capitals are small letters.")
 
+    needs_answer = True
+    harmless = True
+
     def __call__(self, rollout: Rollout) -> Verdict:
         answer = _answer(rollout)
         if isinstance(answer, Unscorable):
@@ -57,6 +62,9 @@ class NumberMatch(Part):
 
     which: str = choice("last", "only", default="last", says="'last': the last number written; 'only': nothing else may be.")
     tolerance: float = number(default=0.0, says="Largest difference that still counts as equal.", minimum=0.0)
+
+    needs_answer = True
+    harmless = True
 
     def __call__(self, rollout: Rollout) -> Verdict:
         answer = _answer(rollout)
@@ -133,6 +141,8 @@ class LengthPenalty(Part):
 
     free: float = number(default=256.0, says="Tokens that cost nothing.", minimum=0.0)
     most: float = number(default=512.0, says="Tokens at which the penalty is full.", above=0.0)
+
+    harmless = True
 
     def __post_init__(self) -> None:
         if self.free >= self.most:

@@ -1,9 +1,10 @@
 """The interface of a sampling engine: prompts with seeds in, sampled responses out."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from legato.core.fields import flag_or, integer, number, texts
@@ -117,6 +118,14 @@ def make_responses(
     ]
 
 
+def token_versions(versions: Sequence[tuple[int, int]], length: int) -> Tensor:
+    """[length]: the policy version of each token, from (first token, version) pairs."""
+    table = torch.empty(length, dtype=torch.int64)
+    for start, version in versions:
+        table[start:] = version
+    return table
+
+
 @dataclass(frozen=True, slots=True)
 class Handle:
     """Identifies one submitted request; unique within its engine."""
@@ -130,6 +139,38 @@ class Finished:
 
     handle: Handle
     responses: list[Response]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A complete response. Other responses of its request may still be decoding."""
+
+    handle: Handle
+    place: int
+    """Index of its seed in the request."""
+    response: Response
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """New tokens of a response that is still being decoded. Tensors are [n], with n at least 1."""
+
+    handle: Handle
+    place: int
+    """Index of its seed in the request."""
+    start: int
+    """Index of the first of these tokens in the response. An engine that ran out of memory starts again from 0."""
+    tokens: Tensor
+    logprobs: Tensor
+    version: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The result of decoding for a short while."""
+
+    ended: tuple[Ended, ...] = ()
+    partial: tuple[Partial, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -178,6 +219,8 @@ class Capabilities:
     """Log-probs are of softmax(z / temperature), before truncation."""
     holds_weights: bool = False
     """The engine holds its own weights: `publish` must hand it every new version."""
+    partial: bool = False
+    """`decode_briefly` returns after a few tokens and reports responses that are still being decoded."""
 
 
 class Engine:
@@ -230,6 +273,25 @@ class Engine:
         """Take over new policy weights. An engine that samples from the policy's own tensors only records the version."""
         self.version = version
 
+    # For a server. An engine with the capability `partial` overrides these.
+
+    def decode_briefly(self, watched: Collection[Handle] = ()) -> Progress:
+        """Decode for a short while: the responses that ended, and the new tokens of those `watched` requests that did not.
+
+        Takes the place of `poll`; while requests are outstanding, use one of the two. Weights may change only by `publish`.
+        An engine without the capability `partial` decodes whole requests here.
+        """
+        return Progress(
+            ended=tuple(
+                Ended(handle=finished.handle, place=place, response=response)
+                for finished in self.poll()
+                for place, response in enumerate(finished.responses)
+            )
+        )
+
+    def reserve(self, prompt_tokens: int, response_tokens: int) -> None:
+        """Allocate memory for as many requests of this size as the engine decodes at once, before the first arrives."""
+
     # An engine that samples from older weights (a stale sampler, a lagging server) overrides these.
 
     @property
@@ -264,6 +326,16 @@ class JobEngine(Engine):
 
     def cancel(self, handle: Handle) -> None:
         self.jobs.pop(handle, None)
+
+    def end_responses(self, responses: Iterable[tuple[Job, int, Response]]) -> tuple[Ended, ...]:
+        """Report responses (job, place, response) one by one and remove the jobs that they complete."""
+        ended = []
+        for job, place, response in responses:
+            job.responses[place] = response
+            ended.append(Ended(handle=job.handle, place=place, response=response))
+            if job.complete:
+                del self.jobs[job.handle]
+        return tuple(ended)
 
     def report_complete(self) -> list[Finished]:
         """Remove the complete jobs and return their reports."""

@@ -20,8 +20,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from legato.core.protection import copy_problem, copy_value, settings_restored
 from legato.core.rollout import START_STATE, Author, Message, Problem, Rollout, Routes, StopReason
-from legato.core.user_code import CallFailedError, UserCode
+from legato.core.user_code import DEFAULT_SECONDS, CallFailedError, UserCode
+from legato.errors import InputError
 from legato.rollouts.engine import Engine, Finished, Handle, Limits, Request, Response
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Inserted, Rendering
@@ -97,6 +99,19 @@ class Start:
     """The rollout ids, one per seed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """A reply of the environment as the run keeps it: nothing in it is shared with the environment's own objects."""
+
+    content: str | list[dict[str, Any]] = ""
+    reward: float | None = None
+    state: str | None = None
+    """The repr of the state."""
+    done: bool = False
+    fault: str | None = None
+    """What is wrong with the reply."""
+
+
 @dataclass(slots=True, eq=False)
 class _Playing:
     """An episode in progress."""
@@ -119,6 +134,12 @@ class _Playing:
     stop: StopReason | None = None
     fault: str | None = None
 
+    def add_turn(self, response: Response) -> None:
+        """Append a turn of the policy."""
+        self.turns.append(response)
+        self.versions.append(response.version)
+        self.length += len(response.tokens)
+
 
 @dataclass(slots=True, kw_only=True)
 class Runner:
@@ -129,11 +150,15 @@ class Runner:
     limits: Limits
     """`max_response_tokens` is for a whole rollout, including the environment's tokens."""
     environment: Environment = field(default_factory=SingleTurn)
+    environment_seconds: float | None = DEFAULT_SECONDS
+    """How long a call of the environment may take; None: for ever."""
     weights: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
     """Returns the policy's weights, for engines that hold their own."""
     version: int = 0
     """Version of the policy being sampled."""
     _published_to: Engine | None = None
+    _max_turns: int = 1
+    """`max_turns` of the environment, which is read once for all episodes that are played together."""
 
     def publish(self, version: int) -> None:
         """Hand the policy's weights to the engine as this version."""
@@ -141,11 +166,20 @@ class Runner:
         self.engine.publish(self.weights(), version)
         self._published_to = self.engine
 
+    def single_turn(self, limits: Limits) -> "Runner":
+        """This runner for single turns with other limits, at the version that it has now."""
+        self._publish_first()
+        return replace(self, limits=limits, environment=SingleTurn())
+
+    def _publish_first(self) -> None:
+        if self._published_to is not self.engine:
+            self.publish(self.version)
+
     def play(self, starts: Sequence[Start], sampling: Sampling) -> list[list[Rollout]]:
         """For each start its rollouts, in the order of its seeds. A turn is submitted as soon as the reply to the last is
         there, while others decode."""
-        if self._published_to is not self.engine:
-            self.publish(self.version)
+        self._publish_first()
+        self._max_turns = self._read_max_turns()
         groups = [
             [
                 _Playing(start.problem, start.prompt, seed, number)
@@ -169,54 +203,72 @@ class Runner:
             raise
         return [[self._rollout(playing, sampling.temperature) for playing in group] for group in groups]
 
+    def _read_max_turns(self) -> int:
+        if isinstance(self.environment, SingleTurn):
+            return self.environment.max_turns
+        with settings_restored(), UserCode("the environment", self.environment_seconds, "task.timeout_seconds") as code:
+            try:
+                return code.call(lambda: int(self.environment.max_turns))
+            except CallFailedError as error:
+                raise InputError(
+                    f"expected a number of turns, got {error} (max_turns of the environment); correct the environment"
+                ) from error.__cause__
+
     def _continue(self, finished: Sequence[Finished], waiting: dict[Handle, list[_Playing]], sampling: Sampling) -> None:
         """Replace finished turns in `waiting` by the turns that follow them, which are submitted."""
         going_on: dict[int, list[_Playing]] = {}
-        with UserCode("the environment") as code:
-            for each in finished:
-                for playing, response in zip(waiting.pop(each.handle), each.responses, strict=True):
-                    if self._add_turn(playing, response, code):
-                        left = self.limits.max_response_tokens - playing.length
-                        going_on.setdefault(left, []).append(playing)
+        ended = [
+            (playing, response)
+            for each in finished
+            for playing, response in zip(waiting.pop(each.handle), each.responses, strict=True)
+        ]
+        if isinstance(self.environment, SingleTurn):
+            # Nothing is asked of the environment, so nothing needs a guard.
+            for playing, response in ended:
+                playing.add_turn(response)
+                playing.rewards.append(None)
+            return
+        with settings_restored(), UserCode("the environment", self.environment_seconds, "task.timeout_seconds") as code:
+            for playing, response in ended:
+                if self._play_turn(playing, response, code):
+                    left = self.limits.max_response_tokens - playing.length
+                    going_on.setdefault(left, []).append(playing)
         for left, together in going_on.items():
             requests = [self._next_request(playing) for playing in together]
             handles = self.engine.submit(requests, sampling, replace(self.limits, max_response_tokens=left))
             waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
 
-    def _add_turn(self, playing: _Playing, response: Response, code: UserCode) -> bool:
+    def _play_turn(self, playing: _Playing, response: Response, code: UserCode) -> bool:
         """Add a turn of the policy and the environment's reply to it. Returns whether another turn follows."""
-        playing.turns.append(response)
-        length = len(response.tokens)
-        playing.versions.append(response.version)
-        playing.length += length
+        playing.add_turn(response)
         try:
             if playing.episode is None:
-                playing.episode = code.call(self.environment.episode, playing.problem)
-            reply = code.call(playing.episode.reply, response.text, response.stop)
+                playing.episode = code.call(self.environment.episode, copy_problem(playing.problem))
+            answer = code.call(_ask, playing.episode, response.text, response.stop)
         except CallFailedError as error:  # an environment may raise anything; only this rollout is lost
             playing.fault = f"environment: {error}"
             return False
-        if reply is None:
+        if answer is None:
             playing.rewards.append(None)
             return False
-        playing.fault = _fault_of(reply)
+        playing.fault = answer.fault
         if playing.fault is not None:
             return False
-        playing.rewards.append(None if reply.reward is None else float(reply.reward))
+        playing.rewards.append(answer.reward)
         if response.stop.truncated:
             return False
-        if reply.done or len(playing.turns) >= self.environment.max_turns:
+        if answer.done or len(playing.turns) >= self._max_turns:
             playing.stop = StopReason.ENVIRONMENT
             return False
-        return self._insert_reply(playing, response, reply)
+        return self._insert_reply(playing, response, answer)
 
-    def _insert_reply(self, playing: _Playing, response: Response, reply: Reply) -> bool:
+    def _insert_reply(self, playing: _Playing, response: Response, answer: _Answer) -> bool:
         """Append the environment's tokens to the turn; False if no token of the policy would fit after them."""
         inserted = self.rendering.reply(
             playing.problem,
             playing.messages,
             response.text,
-            reply.content,
+            answer.content,
             int(response.tokens[-1]) if response.stop is StopReason.END_TOKEN else None,
         )
         if playing.length + len(inserted.tokens) >= self.limits.max_response_tokens:
@@ -226,7 +278,7 @@ class Runner:
         playing.messages += inserted.messages
         playing.length += len(inserted.tokens)
         turn = len(playing.turns)
-        playing.states.append(seed_of("state", playing.number, turn) if reply.state is None else seed_of(repr(reply.state)))
+        playing.states.append(seed_of("state", playing.number, turn) if answer.state is None else seed_of(answer.state))
         return True
 
     def _next_request(self, playing: _Playing) -> Request:
@@ -239,7 +291,7 @@ class Runner:
         """The record of an episode."""
         first = playing.turns[0]
         length = len(first.tokens)
-        if self.environment.max_turns == 1:
+        if self._max_turns == 1:
             # Most rollouts have a single turn: nothing has to be joined.
             return Rollout(
                 problem=playing.problem,
@@ -276,7 +328,7 @@ class Runner:
                 _add_reply(columns, playing.inserted[number])
                 texts.append(playing.inserted[number].text)
         tables = {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in columns.items() if pieces}
-        several = self.environment.max_turns > 1
+        several = self._max_turns > 1
         rewarded = [reward for reward in playing.rewards if reward is not None]
         return Rollout(
             problem=playing.problem,
@@ -325,6 +377,23 @@ def _join_routes(routes: Sequence[Routes | None]) -> Routes | None:
             count=whole.count,
         )
     return whole
+
+
+def _ask(episode: Episode, text: str, stop: StopReason) -> _Answer | None:
+    """The episode's reply, read and copied. All of this runs code of the user's: properties, `repr`, `float`."""
+    reply = episode.reply(text, stop)
+    if reply is None:
+        return None
+    fault = _fault_of(reply)
+    if fault is not None:
+        return _Answer(fault=fault)
+    content = reply.content
+    return _Answer(
+        content=str(content) if isinstance(content, str) else [copy_value(dict(each)) for each in content],
+        reward=None if reply.reward is None else float(reply.reward),
+        state=None if reply.state is None else repr(reply.state),
+        done=bool(reply.done),
+    )
 
 
 def _fault_of(reply: Any) -> str | None:

@@ -10,12 +10,10 @@ The engine samples from a copy of the policy, rewritten by every `publish`. The 
 `stale` has state of its own. The log-probs are those of the sampler, not of the trainer.
 """
 
-import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +23,9 @@ from legato.core.settings import settings
 from legato.errors import InputError
 from legato.policy.layout.attention import Heads, View
 from legato.policy.policy import Policy
-from legato.rollouts.engine import Capabilities, Engine, Finished, Handle, Limits, Request
+from legato.rollouts.copied import CopiedEngine, policy_fields
 from legato.rollouts.local.engine import LocalEngine
-from legato.rollouts.local.select import local_engine
 from legato.rollouts.randomness import seed_of
-from legato.rollouts.sampling import Sampling
 
 KINDS = ("bf16", "fp16", "int8", "kv-bf16", "kv-int8", "perturbed", "stale")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -111,7 +107,7 @@ class _RoundedPolicy(Policy):
             yield
 
 
-class MismatchedEngine(Engine):
+class MismatchedEngine(CopiedEngine):
     """Samples as a policy that differs from the one being trained."""
 
     def __init__(
@@ -126,11 +122,8 @@ class MismatchedEngine(Engine):
         seed: int = 0,
     ) -> None:
         self.policy, self.mismatch, self.seed = policy, mismatch, seed
-        self.name = f"local, {mismatch.kind}"
         self._past: deque[dict[str, Tensor]] = deque(maxlen=mismatch.age if mismatch.kind == "stale" else 0)
         """The trained weights before each of the last updates, the oldest first."""
-        self._weights: dict[str, Tensor] = {}
-        """The weights of the copy, by name; empty if only keys and values differ."""
         if mismatch.kind.startswith("kv-"):
             if not policy.views:
                 raise InputError(
@@ -138,61 +131,34 @@ class MismatchedEngine(Engine):
                     f" transformers, got {type(policy.body).__name__}, which hides its keys and values"
                 )
             round_values = round_to_int8 if mismatch.kind == "kv-int8" else _round_to_bf16
-            sampler: Policy = _RoundedPolicy(round_values=round_values, **_policy_fields(policy, policy.model))
+            sampler: Policy = _RoundedPolicy(round_values=round_values, **policy_fields(policy, policy.model))
+            self._weights = {}  # the policy's own: only keys and values differ
             # `Blocks` bypasses the registered attention function, where keys and values are rounded.
-            self.engine: Any = LocalEngine(sampler, rows_at_once, way="cached", record_routes=record_routes)
-            return
-        body = copy.deepcopy(policy.model).requires_grad_(False)
-        for weight in body.parameters():
-            # Weights only: buffers such as rotary frequencies stay exact, as they do in a model loaded in 16 bits.
-            weight.data = weight.data.to(_DTYPES.get(mismatch.kind, weight.dtype))
-        ends = (policy.model.get_input_embeddings(), policy.model.get_output_embeddings())
-        embeddings = {id(layer.weight) for layer in ends if layer is not None}
-        self._embeddings = {name for name, weight in policy.model.named_parameters() if id(weight) in embeddings}
-        self._weights = dict(body.named_parameters())
-        with torch.no_grad():
-            for name, weight in policy.model.named_parameters():
-                self._weights[name].copy_(self._alter(name, weight))
-        self.engine = local_engine(
-            Policy(**_policy_fields(policy, body)),
-            rows_at_once,
-            kv_memory_share=kv_memory_share,
-            record_routes=record_routes,
-            training_bytes=training_bytes,
-        )
-
-    @property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]
-        own: Capabilities = self.engine.capabilities
-        return replace(own, holds_weights=bool(self._weights))
-
-    def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
-        handles: list[Handle] = self.engine.submit(requests, sampling, limits)
-        return handles
-
-    def poll(self) -> list[Finished]:
-        finished: list[Finished] = self.engine.poll()
-        return finished
-
-    def cancel(self, handle: Handle) -> None:
-        self.engine.cancel(handle)
+            self.engine = LocalEngine(sampler, rows_at_once, way="cached", record_routes=record_routes)
+        else:
+            ends = (policy.model.get_input_embeddings(), policy.model.get_output_embeddings())
+            embeddings = {id(layer.weight) for layer in ends if layer is not None}
+            self._embeddings = {name for name, weight in policy.model.named_parameters() if id(weight) in embeddings}
+            super().__init__(
+                policy,
+                rows_at_once,
+                kv_memory_share,
+                record_routes=record_routes,
+                training_bytes=training_bytes,
+                dtype=_DTYPES.get(mismatch.kind),
+            )
+        self.name = f"local, {mismatch.kind}"
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Rewrite the copy from the policy's weights, or for `stale` from the oldest stored weights."""
         past = self._past[0] if self._past else {}
-        with torch.no_grad():
-            for name, weight in weights:
-                if name in self._weights:
-                    self._weights[name].copy_(self._alter(name, past.get(name, weight)))
-        self.version = version
-        self.engine.publish((), version)
+        super().publish(((name, past.get(name, weight)) for name, weight in weights), version)
 
     def _trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The trained weights that the sampler has a copy of."""
         return ((name, p) for name, p in self.policy.model.named_parameters() if p.requires_grad and name in self._weights)
 
-    def _alter(self, name: str, values: Tensor) -> Tensor:
-        """The values of a policy weight as the sampler uses them."""
+    def alter(self, name: str, values: Tensor) -> Tensor:
         if self.mismatch.kind == "int8" and values.dim() >= 2 and name not in self._embeddings:
             return round_to_int8(values)
         if self.mismatch.kind == "perturbed":
@@ -224,17 +190,3 @@ class MismatchedEngine(Engine):
             place, _, name = key.partition(".")
             by_age.setdefault(place, {})[name] = state[key].to(self.policy.device)
         self._past.extend(by_age.values())
-
-
-def _policy_fields(policy: Policy, model: Any) -> dict[str, Any]:
-    """Arguments for a policy with another model of the same layout. Both policies share one list of notes."""
-    return {
-        "model": model,
-        "tokenizer": policy.tokenizer,
-        "name": policy.name,
-        "packing": policy.packing,
-        "views": policy.views,
-        "shared_prompts": policy.shared_prompts,
-        "fused": policy.fused,
-        "notes": policy.notes,
-    }

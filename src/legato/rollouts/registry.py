@@ -33,6 +33,8 @@ class EngineOptions(EngineSettings):
     """Memory of the policy's device that training will still allocate; 0 without training."""
     mismatch: Mismatch = field(default_factory=Mismatch)
     """How the sampler differs from the policy on purpose; only the engine "local" does that."""
+    copied: bool = False
+    """Whether the engine must hold weights of its own, because the policy's are divided among ranks."""
     run_seed: int = 0
     """Seed of the run. Requests carry the seeds of their responses."""
 

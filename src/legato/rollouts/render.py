@@ -81,6 +81,8 @@ class Rendering(ChatSettings, SystemPrompt):
     """Renders prompts and replies."""
 
     tokenizer: Any
+    date: str | None = None
+    """The time, in ISO format, that a template gets that asks for the date; None: the time of now."""
 
     def check(self) -> None:
         """InputError if a chat template is required but missing."""
@@ -90,6 +92,12 @@ class Rendering(ChatSettings, SystemPrompt):
     @property
     def by_template(self) -> bool:
         return self.chat == "always" or (self.chat == "auto" and bool(getattr(self.tokenizer, "chat_template", None)))
+
+    @property
+    def asks_for_date(self) -> bool:
+        """Whether the chat template writes the date into prompts, so that they differ from day to day."""
+        template = self.chat_template_kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)
+        return self.by_template and "strftime_now" in str(template)
 
     def prompt(self, problem: Problem) -> Tensor:
         """[P] token ids of a problem, up to the first token of the answer."""
@@ -115,7 +123,10 @@ class Rendering(ChatSettings, SystemPrompt):
         unknown = self.tokenizer.unk_token_id
         if unknown is None:
             return []
-        tokens = [self.tokenizer(_content(problem), add_special_tokens=False)["input_ids"] for problem in problems]
+        tokens = [
+            [token for text in _contents(problem) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+            for problem in problems
+        ]
         partly = [problem for problem, ids in zip(problems, tokens, strict=True) if unknown in ids]
         if not partly:
             return []
@@ -168,11 +179,12 @@ class Rendering(ChatSettings, SystemPrompt):
     def _render(self, messages: Sequence[Message], where: str = "policy.model") -> str:
         """The text of messages; InputError with the remedy if the template fails, loops or needs too much memory."""
         try:
-            return self._render_or_raise(messages)
-        except _TemplateError as error:
+            return self.render_messages(messages)
+        except TemplateError as error:
             raise InputError(self._explain(messages, error, where)) from error
 
-    def _render_or_raise(self, messages: Sequence[Message]) -> str:
+    def render_messages(self, messages: Sequence[Message]) -> str:
+        """The text of messages up to the first token of the next answer; TemplateError with the reason if there is none."""
         arguments = dict(self.chat_template_kwargs)
         try:
             if not _renders_as_transformers(self.tokenizer):
@@ -185,18 +197,18 @@ class Rendering(ChatSettings, SystemPrompt):
             variables = {**self.tokenizer.special_tokens_map, **arguments}
             # jinja2 leaks nothing, and a fresh worker takes a second: a step may render thousands of turns.
             workers = shared(WORKER, questions_per_worker=1_000_000)
-            rendered: str = workers.ask(template, list(messages), variables, seconds=RENDER_SECONDS)
+            rendered: str = workers.ask(template, list(messages), variables, self.date, seconds=RENDER_SECONDS)
             return rendered
         except TimedOutError:
-            raise _TemplateError(f"it did not end within {RENDER_SECONDS:g} s") from None
+            raise TemplateError(f"it did not end within {RENDER_SECONDS:g} s") from None
         except DiedError as error:
-            raise _TemplateError(f"the process that renders it failed: {error}") from None
+            raise TemplateError(f"the process that renders it failed: {error}") from None
         except RefusedError as error:
-            raise _TemplateError(_shorten(str(error))) from None
+            raise TemplateError(_shorten(str(error))) from None
         except Exception as error:  # a tokenizer with code of its own, several templates without a default, odd messages
-            raise _TemplateError(_shorten(f"{type(error).__name__}: {error}")) from error
+            raise TemplateError(_shorten(f"{type(error).__name__}: {error}")) from error
 
-    def _explain(self, messages: Sequence[Message], error: "_TemplateError", where: str) -> str:
+    def _explain(self, messages: Sequence[Message], error: "TemplateError", where: str) -> str:
         """The message about a template that failed, with what to do about it."""
         roles = ", ".join(str(each.get("role")) for each in messages)
         without = [each for each in messages if each.get("role") != "system"]
@@ -214,8 +226,8 @@ class Rendering(ChatSettings, SystemPrompt):
 
     def _renders(self, messages: Sequence[Message]) -> bool:
         try:
-            self._render_or_raise(messages)
-        except _TemplateError:
+            self.render_messages(messages)
+        except TemplateError:
             return False
         return True
 
@@ -271,7 +283,7 @@ class Rendering(ChatSettings, SystemPrompt):
         )
 
 
-class _TemplateError(Exception):
+class TemplateError(Exception):
     """A chat template gave no text; the message is the reason."""
 
 
@@ -284,9 +296,14 @@ def _renders_as_transformers(tokenizer: Any) -> bool:
 
 def _content(problem: Problem) -> str:
     """The text of a problem, without roles."""
+    return "\n".join(_contents(problem))
+
+
+def _contents(problem: Problem) -> list[str]:
+    """The text of each message of a problem, which a template joins in its own way."""
     if isinstance(problem.prompt, str):
-        return problem.prompt
-    return "\n".join(str(each.get("content", "")) for each in problem.prompt)
+        return [problem.prompt]
+    return [str(each.get("content", "")) for each in problem.prompt]
 
 
 def _shorten(text: str) -> str:

@@ -1,7 +1,7 @@
 """`legato doctor`: diagnoses a run, or the log of another trainer. User code named by a run is not imported.
 
-Settings of TRL are translated to the equivalent algorithm here; the cautions of `legato explain` for that algorithm become
-findings.
+Settings of TRL and verl are translated to the equivalent algorithm here; the cautions of `legato explain` for that algorithm
+become findings.
 """
 
 import math
@@ -14,7 +14,10 @@ from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.catalogue import entry, is_published
 from legato.algorithms.cautions import cautions
 from legato.algorithms.override import override
+from legato.config import lora_lr
+from legato.config.from_trl import AGGREGATES, UNCLIPPED
 from legato.config.load import load
+from legato.config.peers import TRL
 from legato.core.parts import nearest
 from legato.diagnostics.words import count
 from legato.errors import InputError
@@ -33,31 +36,22 @@ from legato.health.explain import (
 from legato.health.rules import RULES
 from legato.records.directory import RunDirectory
 
-_AGGREGATES = {
-    "grpo": "sequence-mean",
-    "sapo": "sequence-mean",
-    "bnpo": "token-mean",
-    "dapo": "token-mean",
-    "cispo": "token-mean",
-    "vespo": "token-mean",
-    "dr_grpo": "sequence-sum-over-constant",
-    "luspo": "sequence-sum",
-}
-"""loss_type of TRL -> our aggregate."""
-
-_UNCLIPPED = ("sapo", "cispo", "vespo")
-"""Values of loss_type that replace the clip, like our algorithms of those names; epsilon is not a clip range there."""
-
 DEFAULTS: dict[str, Any] = {
-    "importance_sampling_level": "token",
-    "epsilon": 0.2,
-    "epsilon_high": None,
-    "loss_type": "dapo",
-    "num_iterations": 1,
-    "gradient_accumulation_steps": 1,
-    "steps_per_generation": None,
+    name: TRL[name].default
+    for name in (
+        *("importance_sampling_level", "epsilon", "epsilon_high", "loss_type", "num_iterations"),
+        *("gradient_accumulation_steps", "steps_per_generation", "use_peft", "learning_rate"),
+    )
 }
-"""Defaults of TRL's GRPOConfig, version 1.16.0, for settings that are not given."""
+"""The settings of TRL that findings depend on, with the defaults of TRL for those that are not given."""
+
+_AGGREGATES_OF_VERL = {
+    "token-mean": "dapo",
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "luspo",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
+"""loss_agg_mode of verl -> loss_type of TRL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +148,7 @@ def _examine_run(directory: RunDirectory) -> Examination:
         updates = training.updates_per_step * training.epochs_per_step
         warming, ignored, lr = training.warm_up_steps, inapplicable_rules(resolved.algorithm), training.lr
         diagnoses = setting_findings(resolved.algorithm, updates, records, "training.updates_per_step")
+        diagnoses += lora_findings(lr if resolved.config.policy.lora is not None else None)
     diagnoses += explain(
         records,
         settled=warming,
@@ -215,20 +210,38 @@ def setting_findings(algorithm: Algorithm, updates: float, records: Sequence[Rec
     return findings
 
 
+def lora_findings(lr: float | None) -> list[Diagnosis]:
+    """The finding that adapters are trained with a learning rate for all weights. `lr` None: there are no adapters."""
+    if lr is None or lr >= lora_lr.LOWEST_USUAL:
+        return []
+    return [
+        Diagnosis(
+            name="settings",
+            level="warning",
+            says="LoRA with a learning rate for all weights: adapters need about ten times as much, and learn little here.",
+            evidence=(f"the learning rate is {lr:g}",),
+            causes=("the learning rate of a full fine-tuning was kept",),
+            tries=("training.lr = 1e-5, or up to 1e-4 while the ratio stays in its band",),
+            lasting=True,
+        )
+    ]
+
+
 def _trl_findings(words: Sequence[str], records: Sequence[Record]) -> list[Diagnosis]:
-    trl = {**DEFAULTS, **dict(_setting(word) for word in words)}
+    given = _settings(words)
+    trl = {**DEFAULTS, **given}
     level = trl["importance_sampling_level"]
     if level not in ("token", "sequence"):
         raise InputError(f"expected 'token' or 'sequence', got {level!r} (importance_sampling_level)")
     low = _positive("epsilon", trl["epsilon"])
     high = low if trl["epsilon_high"] is None else _positive("epsilon_high", trl["epsilon_high"])
     loss = trl["loss_type"]
-    if loss not in _AGGREGATES:
-        raise InputError(f"expected a loss_type of TRL, got {loss!r}; {nearest(str(loss), _AGGREGATES)}")
-    changes: dict[str, Any] = {"aggregate": _AGGREGATES[loss]}
+    if loss not in AGGREGATES:
+        raise InputError(f"expected a loss_type of TRL, got {loss!r}; {nearest(str(loss), AGGREGATES)}")
+    changes: dict[str, Any] = {"aggregate": AGGREGATES[loss]}
     if loss == "dr_grpo":
         changes["aggregate.constant"] = 1.0  # max_completion_length; no finding depends on its size
-    if loss in _UNCLIPPED:
+    if loss in UNCLIPPED:
         changes |= {"objective.ratio.level": level} if loss != "vespo" else {}
         algorithm = override(entry(loss).value, changes)
     else:
@@ -238,7 +251,42 @@ def _trl_findings(words: Sequence[str], records: Sequence[Record]) -> list[Diagn
     generated = trl["steps_per_generation"]
     each = accumulated if generated is None else _positive("steps_per_generation", generated)
     updates = _positive("num_iterations", trl["num_iterations"]) * each / accumulated
-    return setting_findings(algorithm, updates, records, "steps_per_generation / gradient_accumulation_steps")
+    findings = setting_findings(algorithm, updates, records, "steps_per_generation / gradient_accumulation_steps")
+    if str(trl["use_peft"]).lower() in ("true", "1", "1.0"):
+        logged = _finite(steps_of(records), "optimizer/lr")
+        rate = _positive("learning_rate", trl["learning_rate"])
+        findings += lora_findings(rate if "learning_rate" in given else max(logged, default=rate))
+    return findings
+
+
+def _settings(words: Sequence[str]) -> dict[str, Any]:
+    """Settings of TRL from words. Those of verl are translated."""
+    settings: dict[str, Any] = {}
+    batches: dict[str, float] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        last = name.rpartition(".")[2]
+        if last in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
+            settings |= dict([_setting(f"{'epsilon_high' if last == 'clip_ratio_high' else 'epsilon'}={text}")])
+        elif last == "loss_mode":
+            losses = {"sapo": "sapo", "cispo": "cispo"}
+            settings |= {"loss_type": losses[text]} if text in losses else {}
+            settings["importance_sampling_level"] = "sequence" if text == "gspo" else "token"
+        elif last == "loss_agg_mode":
+            if text not in _AGGREGATES_OF_VERL:
+                raise InputError(f"expected a loss_agg_mode of verl, got {text!r}; {nearest(text, _AGGREGATES_OF_VERL)}")
+            settings.setdefault("loss_type", _AGGREGATES_OF_VERL[text])
+        elif last == "ppo_epochs":
+            settings |= dict([_setting(f"num_iterations={text}")])
+        elif last in ("train_batch_size", "ppo_mini_batch_size"):
+            batches[last] = _positive(last, _setting(f"epsilon={text}")[1])
+        else:
+            settings |= dict([_setting(word)])
+    if len(batches) == 2:
+        settings["steps_per_generation"] = max(1.0, batches["train_batch_size"] / batches["ppo_mini_batch_size"])
+    elif batches:
+        raise InputError(f"expected train_batch_size and ppo_mini_batch_size, got only {next(iter(batches))}; give both")
+    return settings
 
 
 def _setting(word: str) -> tuple[str, Any]:

@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
 
 from legato.config.resolved import Resolved, dump
+from legato.config.schema import Evaluation
 from legato.core.generators import remember_generators
+from legato.core.guardian import guardian
 from legato.core.rollout import Problem, Unscorable
 from legato.core.user_code import RUN, StoppedAtOnce, StopRequestedError
-from legato.errors import InputError, describe_error
+from legato.core.world import on_first_rank
+from legato.errors import InputError, LostRankError, OtherRankError, describe_error
 from legato.health.actions import Health
 from legato.health.explain import STOPPED
 from legato.health.recovery import NoRecoveryError, recover
@@ -28,16 +32,21 @@ from legato.rollouts.sampling import Sampling
 from legato.run.again import restart_advice
 from legato.run.interrupt import Interrupt
 from legato.run.loggers import Logger
+from legato.run.pace import Pace
 from legato.run.room import Pause
 from legato.run.watcher import GuardedWatcher
 from legato.training import checkpoint
-from legato.training.evaluate import Evaluator, accuracy_metrics
+from legato.training.evaluate import Evaluator, ProblemSet, accuracy_metrics
 from legato.training.probe import Floor, UnsafeAnchorError
+from legato.training.ranks.join import read_launch
 from legato.training.report import StepReport
+from legato.training.saver import Saver, has_room_for_copies
 from legato.training.source import ExhaustedError, NothingScoredError
 from legato.training.step import Trainer
 
 _HISTOGRAMS_EVERY = 10
+_NUMBER_OF_SETS = 2**30
+"""Evaluations of sets are numbered from here: those on held-out problems have two numbers a step."""
 STOPPED_BY_WATCH = 3
 """The exit code of a run that the health watch ended."""
 _STORED_ANSWERS = 16
@@ -66,15 +75,20 @@ class Execution:
     trainer: Trainer
     evaluator: Evaluator
     held_out: Sequence[Problem]
+    sets: Sequence[ProblemSet]
     watcher: GuardedWatcher
     health: Health = field(init=False)
+    saver: Saver = field(init=False)
     loggers: Sequence[Logger] = ()
     callback: Callable[[StepReport], None] | None = None
     best: tuple[float, str] | None = None
-    """The best sampled accuracy so far and the name of its checkpoint."""
+    """The best value of `evaluation.best_metric` so far and the name of its checkpoint."""
     latest: dict[str, float] | None = None
-    """Metrics of the last evaluation."""
+    """The latest value of each metric of evaluations."""
     evaluated_at: int = -1
+    """The step of the last evaluation on the held-out problems."""
+    sets_evaluated_at: dict[str, int] = field(default_factory=dict)
+    """The step at which each set was evaluated last."""
     saved_at: int = -1
     made_of: Mapping[str, Any] = field(default_factory=dict)
     """Fingerprints of the problems and user files, and names of inputs given in Python; a resumed run must match them."""
@@ -82,24 +96,46 @@ class Execution:
     """The first record of metrics.jsonl, to write again if the file is damaged or deleted."""
     notes_shown: int = 0
     """How many of the policy's notes have been shown. Later notes are shown when they are added."""
-    steps_run: int = 0
-    """Steps done by this process, including those that a recovery discarded; for the estimate of time left."""
+    pace: Pace = field(default_factory=Pace)
+    shown_verdict: list[str] = field(default_factory=list)
+    """What was last said on the numerics; a probe that says the same prints nothing."""
     shown_reasons: set[str] = field(default_factory=set)
     """Reasons of unscorable rollouts that have been shown."""
     before_step: "BeforeStep | None" = None
     """The state before the last step that was begun."""
     noted_printing: bool = False
     """Whether the records say that printing stopped."""
+    seconds_before: float = 0.0
+    """The seconds of training of earlier sessions, up to the checkpoint that was resumed."""
+    started: float | None = None
+    """When this session began to train, by `time.perf_counter`."""
 
     def __post_init__(self) -> None:
         config = self.resolved.config
         self.health = Health(
             config.health, self.resolved.algorithm, config.training.warm_up_steps, self.directory, self.watcher.message
         )
+        self.saver = Saver(self.trainer.world, background=self._saves_in_background())
+
+    def _saves_in_background(self) -> bool:
+        wanted, world = self.resolved.config.output.save_in_background, self.trainer.world
+        if wanted == "off" or (wanted == "auto" and world.size == 1 and self.policy.device.type == "cpu"):
+            return False
+        launch = read_launch()
+        copies = has_room_for_copies(checkpoint.expected_bytes(self.policy), 1 if launch is None else launch.local_size)
+        enough = not world.agree(int(not copies))
+        if not enough:
+            self.policy.notes.append(
+                "checkpoints are written while the run waits: a copy of one does not fit into host memory"
+                " (output.save_in_background)"
+            )
+        return enough
 
     def go(self) -> tuple[str, int]:
         """Train to the end; returns (why the run ended, exit code). An error saves what can be saved before it is raised."""
         RUN.say, RUN.rescue = self.watcher.message, self._rescue
+        if self.made_of.get("code") or {"problems", "reward"} & {*self.made_of.get("given", ())}:
+            RUN.guardian = guardian()
         try:
             return self._go()
         finally:
@@ -108,6 +144,8 @@ class Execution:
     def _rescue(self, reason: str, code: int) -> None:
         """Save the last complete step and end the process, called from another thread while a reward does not return."""
         try:
+            if self.trainer.world.size > 1:
+                raise RuntimeError("the other ranks cannot save from inside a step")
             self.watcher.message(self._end_early(reason, trainer=self._trainer_before_step()))
         except BaseException as error:
             self.watcher.message(f"{reason}; the state is not saved: {describe_error(error)}")
@@ -126,18 +164,28 @@ class Execution:
                 return self._end_on_full_disk(f"stopped by {interrupt.received.name}", error), interrupt.exit_code
             except StopRequestedError as stop:
                 # A reward did not return after a signal. Its step or evaluation is given up; the last step is complete.
-                reason = f"stopped by {stop.signal.name}"
-                return self._end_early(reason, trainer=self._trainer_before_step()), 128 + stop.signal
+                self.trainer.world.fail(stop)
+                return self._give_up_step(stop.signal)
+            except OtherRankError as error:
+                if error.signal is not None:
+                    return self._give_up_step(Signals(error.signal))
+                error.add_note(self._end_by_error(error))
+                raise
+            except LostRankError as error:
+                # Without that rank nothing can be saved: its pieces of the optimizer are gone.
+                self.directory.append_metrics(self._end_record(f"stopped by a lost rank: {error}"), sync=True)
+                error.add_note(self._newest_checkpoint_words())
+                raise
             except NothingScoredError as error:
-                end = {"kind": "end", "reason": str(error), "step": self.trainer.steps_done}
-                self.directory.append_metrics(end, sync=True)
+                self.directory.append_metrics(self._end_record(str(error)), sync=True)
                 raise
             except UnsafeAnchorError as refusal:
                 step = self.trainer.steps_done
                 self._show_floor(refusal.floor, step, "sampler")
-                self.directory.append_metrics({"kind": "end", "reason": str(refusal), "step": step}, sync=True)
+                self.directory.append_metrics(self._end_record(str(refusal)), sync=True)
                 raise
             except Exception as error:
+                self.trainer.world.fail(error)
                 error.add_note(self._end_by_error(error))
                 raise
             except SystemExit as ending:
@@ -146,14 +194,20 @@ class Execution:
                 fault = InputError(
                     f"expected code that returns, got sys.exit({ending.code!r}) (a task, a callback or an engine of yours)"
                 )
+                self.trainer.world.fail(fault)
                 fault.add_note(self._end_by_error(fault))
                 raise fault from ending
 
+    def _give_up_step(self, number: Signals) -> tuple[str, int]:
+        """Save the last complete step after a signal, without the step or evaluation at hand."""
+        return self._end_early(f"stopped by {number.name}", trainer=self._trainer_before_step()), 128 + number
+
     def _train(self, interrupt: Interrupt) -> tuple[str, int]:
         steps = self.resolved.config.training.steps
-        started = time.perf_counter()
+        self.started = time.perf_counter()
         if self.trainer.steps_done == 0 and self.latest is None:
             self._evaluate(keep=True)
+            self._evaluate_sets(self.sets)
             if self.resolved.config.policy.warm_up is not None or self.health.options.action == "recover":
                 # A resumed run does not repeat the warm-up, and a recovery needs a checkpoint to go back to.
                 self._save()
@@ -164,10 +218,11 @@ class Execution:
                 break
             if interrupt.reached_any(self.trainer.world):
                 break
+            until_room(self.saver.poll)
             if interrupt.take_save_request(self.trainer.world):
                 self._save_on_request()
             try:
-                stopped = self._act(self._agree_on(self._step(started)), interrupt)
+                stopped = self._act(self._agree_on(self._step()), interrupt)
             except ExhaustedError as end:
                 reason = str(end)
                 break
@@ -177,18 +232,31 @@ class Execution:
             return self._end_early(f"stopped by {interrupt.received.name}"), interrupt.exit_code
         if self.evaluated_at != self.trainer.steps_done:
             self._evaluate(keep=True)
+        at = self.trainer.steps_done
+        self._evaluate_sets([each for each in self.sets if self.sets_evaluated_at.get(each.name) != at])
         self._save()
-        seconds = time.perf_counter() - started
-        self.directory.append_metrics(
-            {"kind": "end", "reason": reason, "step": self.trainer.steps_done, "seconds": seconds}, sync=True
-        )
+        until_room(self.saver.complete)
+        self._show_best()
+        self.directory.append_metrics({**self._end_record(reason), **self._best_record()}, sync=True)
         return reason, 0
+
+    def _end_record(self, reason: str) -> dict[str, Any]:
+        return {"kind": "end", "reason": reason, "step": self.trainer.steps_done, "seconds": self._seconds()}
+
+    def _seconds(self) -> float:
+        """The seconds of training so far, those of earlier sessions included."""
+        return self.seconds_before + (0.0 if self.started is None else time.perf_counter() - self.started)
 
     def _healthiest(self) -> int | None:
         """The step of the healthiest earlier checkpoint; None if there is none."""
         step = self.trainer.steps_done
-        candidates = self.health.checkpoints_by_health(self.directory.checkpoint_steps(), step)
+        candidates = self.health.checkpoints_by_health(self.checkpoint_steps(), step)
         return next((each for each in candidates if each < step), None)
+
+    def checkpoint_steps(self) -> list[int]:
+        """The steps with a checkpoint, as rank 0 sees them."""
+        steps: list[int] = on_first_rank(self.trainer.world, self.directory.checkpoint_steps)
+        return steps
 
     def _end_early(
         self, reason: str, more: Mapping[str, Any] | None = None, *, trainer: Mapping[str, Any] | None = None
@@ -198,8 +266,8 @@ class Execution:
             self._save(may_be_best=False, trainer=trainer)
         except checkpoint.NotFiniteError as refusal:
             saved = str(refusal)
-        end = {"kind": "end", "reason": reason, "step": self.trainer.steps_done}
-        self.directory.append_metrics({**end, **(more or {})}, sync=True)
+        until_room(self.saver.complete)
+        self.directory.append_metrics({**self._end_record(reason), **(more or {})}, sync=True)
         return f"{reason}; {saved}"
 
     def _end_on_full_disk(self, reason: str, error: DiskFullError) -> str:
@@ -213,8 +281,7 @@ class Execution:
         """Save the state of the last finished step, record the end, and return what to do next."""
         failure = self._save_after_error(error)
         with suppress(OSError, InputError):  # the disk may be the cause of it all
-            end = {"kind": "end", "reason": f"stopped by an error: {error}", "step": self.trainer.steps_done}
-            self.directory.append_metrics(end, sync=True)
+            self.directory.append_metrics(self._end_record(f"stopped by an error: {error}"), sync=True)
         return self._newest_checkpoint_words() if failure is None else f"{failure}; {self._newest_checkpoint_words()}"
 
     def _save_after_error(self, error: Exception) -> str | None:
@@ -222,10 +289,11 @@ class Execution:
         step = self.trainer.steps_done
         if step == 0 and self.resolved.config.policy.warm_up is None:
             return None  # a new run gets here in no time
-        if not self.trainer.between_updates:
+        if self.trainer.world.agree(int(not self.trainer.between_updates)):
             return f"the state after step {step} is not saved: the error came while it was being changed"
         try:
             self._save(may_be_best=False, trainer=self._trainer_before_step())
+            self.saver.complete()
         except Exception as refusal:  # the error that ends the run is the one to tell
             why = "" if str(refusal) == str(error) else f": {refusal}"
             return f"the state after step {step} is not saved{why}"
@@ -253,6 +321,7 @@ class Execution:
         """Save as SIGUSR2 asks; the best checkpoint stays the one that a run without the signal would have."""
         try:
             self._save(may_be_best=False)
+            until_room(self.saver.complete)
             self.watcher.message(f"saved step {self.trainer.steps_done}; going on")
         except checkpoint.NotFiniteError as refusal:
             self.watcher.message(str(refusal))
@@ -267,6 +336,7 @@ class Execution:
         """Act on an alarm, then save a checkpoint if due; returns why the run must end, or None."""
         action = self.health.options.action
         if alarm is not None and action == "recover":
+            until_room(self.saver.complete)
             self.trainer.between_updates = False  # until all of the checkpoint is loaded
             try:
                 recover(self, alarm)
@@ -288,13 +358,14 @@ class Execution:
                 raise
             return f"{STOPPED}: {paused.words}"
         if paused is not None:
+            until_room(self.saver.complete)
             self.health.pause(lambda: interrupt.reached_any(self.trainer.world), self.trainer.world)
         return None
 
-    def _step(self, started: float) -> Finding | None:
+    def _step(self) -> Finding | None:
         """Run one training step and write its records; returns the alarm it raised, if any."""
         config = self.resolved.config
-        every = config.output.rollouts_every_steps
+        every = config.output.rollout_interval(config.training.steps)
         step = self.trainer.steps_done + 1
         last = step == config.training.steps
         due = bool(every) and (step % every == 0 or last)
@@ -315,9 +386,9 @@ class Execution:
         if evaluate:
             self._evaluate(report if every else None, keep=due or last)
         elif due:
-            self.directory.write_rollouts(step, rollout_records(report.groups, report.details))
-        self.steps_run += 1
-        left = (time.perf_counter() - started) / self.steps_run * (config.training.steps - step)
+            self._store_rollouts(step, rollout_records(report.groups, report.details))
+        self._evaluate_sets([each for each in self.sets if each.is_due(step, last=last)])
+        left = self.pace.seconds_left(time.perf_counter(), config.training.steps - step)
         self.watcher.step(step, config.training.steps, report.metrics, self.latest, left)
         self._note_printing()
         if self.callback is not None:
@@ -325,19 +396,23 @@ class Execution:
         return alarm
 
     def _show_floor(self, floor: Floor, step: int, anchor: str) -> None:
-        lines = floor.lines(anchor)
         bounds = {name: stated.record() for name, stated in floor.bounds.items()}
-        record = {"kind": "probe", "step": step, **floor.metrics(), "bounds": bounds, "words": "; ".join(lines)}
-        self.directory.append_metrics(record)
-        for line in lines:
+        words = "; ".join(floor.lines(anchor))
+        self.directory.append_metrics({"kind": "probe", "step": step, **floor.metrics(), "bounds": bounds, "words": words})
+        verdict = floor.verdict(anchor)
+        for line in verdict if verdict != self.shown_verdict else ():
             self.watcher.message(line)
+        self.shown_verdict = verdict
 
     def _show_notes(self) -> None:
         """Show the policy's new notes (fallbacks taken) and store them with the run."""
-        for note in self.policy.notes[self.notes_shown :]:
-            self.watcher.message(note)
-            self.directory.append_metrics({"kind": "note", "step": self.trainer.steps_done, "text": note})
+        told = self.trainer.world.gather(self.policy.notes[self.notes_shown :])
         self.notes_shown = len(self.policy.notes)
+        for rank, notes in enumerate(told):
+            # All ranks take most fallbacks together: those of rank 0 stand for all.
+            for note in notes if rank == 0 else [f"rank {rank}: {each}" for each in notes if each not in told[0]]:
+                self.watcher.message(note)
+                self.directory.append_metrics({"kind": "note", "step": self.trainer.steps_done, "text": note})
 
     def _note_printing(self) -> None:
         """Record once that nothing is printed any more, and why."""
@@ -367,14 +442,55 @@ class Execution:
         for logger in self.loggers:
             logger.log(step, metrics)
         self._show_unscorable([a.score.reason for row in sampled for a in row if isinstance(a.score, Unscorable)])
-        self.latest, self.evaluated_at = metrics, step
+        self.latest, self.evaluated_at = {**(self.latest or {}), **metrics}, step
         self._show_notes()
         if keep or self._target_reached():
             answers = [
                 rollout_record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_STORED_ANSWERS] for a in row[:1]
             ]
             trained = self._stored_rollouts(step) if report is None else rollout_records(report.groups, report.details)
-            self.directory.write_rollouts(step, [*answers, *trained])
+            self._store_rollouts(step, [*answers, *trained])
+
+    def _store_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        if not self.directory.writes:
+            return
+        self.directory.write_rollouts(step, records)
+        for logger in self.loggers:
+            logger.log_completions(step, records)
+
+    def _evaluate_sets(self, sets: Sequence[ProblemSet]) -> None:
+        """Measure evaluation sets, each on its own problems and random stream, and record all of them together."""
+        step, metrics = self.trainer.steps_done, dict[str, float]()
+        for each in sets:
+            number = _NUMBER_OF_SETS + step * len(self.sets) + self.sets.index(each)
+            answered = each.answer(self._seed, number)
+            metrics |= each.metrics(answered)
+            self._show_unscorable([a.score.reason for row in answered for a in row if isinstance(a.score, Unscorable)])
+            self.sets_evaluated_at[each.name] = step
+        if not sets:
+            return
+        self.directory.append_metrics({"kind": "evaluation", "step": step, **metrics})
+        for logger in self.loggers:
+            logger.log(step, metrics)
+        self.latest = {**(self.latest or {}), **metrics}
+        self._show_notes()
+
+    def _measured_now(self, metric: str) -> float | None:
+        """The value of a metric of an evaluation if it was measured after the last step."""
+        name = metric.split("/")[1] if metric.count("/") == 2 else None
+        at = self.evaluated_at if name is None else self.sets_evaluated_at.get(name)
+        return (self.latest or {}).get(metric) if at == self.trainer.steps_done else None
+
+    def _best_record(self) -> dict[str, Any]:
+        """The best checkpoint for the record of the end, if it was chosen by the metric of a set or by greedy accuracy."""
+        metric = self.resolved.config.evaluation.best_metric
+        if self.best is None or metric == Evaluation().best_metric:
+            return {}
+        return {"best": {"checkpoint": self.best[1], "metric": metric, "value": self.best[0]}}
+
+    def _show_best(self) -> None:
+        for best in self._best_record().values():
+            self.watcher.message(f"the best checkpoint is {best['checkpoint']}: {best['metric']} = {best['value']:.1%}")
 
     def _stored_rollouts(self, step: int) -> list[dict[str, Any]]:
         """The training rollouts that a step has already written."""
@@ -402,29 +518,38 @@ class Execution:
         if self.saved_at == step:
             return
         name = checkpoint.name_of(step)
-        accuracy = (self.latest or {}).get("eval/accuracy_sampled")
-        if (
-            may_be_best
-            and self.evaluated_at == step
-            and accuracy is not None
-            and (self.best is None or accuracy > self.best[0])
-        ):
-            self.best = (accuracy, name)
+        value = self._measured_now(self.resolved.config.evaluation.best_metric)
+        if may_be_best and value is not None and (self.best is None or value > self.best[0]):
+            self.best = (value, name)
         folder = self.directory.checkpoint_path(step)
         if record:
-            self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
-        state, sampler, config = self.state(trainer), self.trainer.sampler_state(), dump(self.resolved)
-        until_room(lambda: checkpoint.save(folder, self.policy, self.trainer.optimizer, state, sampler, config))
+            self.directory.append_metrics({"kind": "checkpoint", "step": step, "seconds": self._seconds()}, sync=True)
+        snapshot = checkpoint.take_snapshot(
+            self.policy,
+            self.trainer.optimizer,
+            self.state(trainer),
+            self.trainer.sampler_state(),
+            dump(self.resolved),
+            world=self.trainer.world,
+            copy=self.saver.background,
+        )
+        until_room(lambda: self.saver.save(folder, snapshot, lambda: self._purge(step)))
         self.saved_at = step
-        healthy = self.health.checkpoints_to_keep(self.directory.checkpoint_steps(), step)
+
+    def _purge(self, step: int) -> None:
+        """Delete the checkpoints that are not needed any more after the one of `step` was written."""
+        healthy = self.health.checkpoints_to_keep(self.checkpoint_steps(), step)
         protected = [checkpoint.name_of(each) for each in healthy]
         protected += [] if self.best is None else [self.best[1]]
-        checkpoint.purge(folder.parent, self.resolved.config.output.keep_last, protected)
+        if self.directory.writes:
+            checkpoints = self.directory.checkpoint_path(step).parent
+            checkpoint.purge(checkpoints, self.resolved.config.output.keep_last, protected)
 
     def save_again(self, *, record: bool = True) -> None:
         """Overwrite the checkpoint of the current step. `record`: as for `_save`."""
         self.saved_at = -1
         self._save(may_be_best=False, record=record)
+        until_room(self.saver.complete)
 
     @property
     def trust_remote_code(self) -> bool:
@@ -440,8 +565,10 @@ class Execution:
         return {
             "trainer": self.trainer.state_dict() if trainer is None else dict(trainer),
             "best": self.best,
+            "best_metric": self.resolved.config.evaluation.best_metric,
             "latest": self.latest,
             "evaluated_at": self.evaluated_at,
+            "sets_evaluated_at": dict(self.sets_evaluated_at),
             "metrics_position": self.directory.metrics_file.position(),
             "made_of": dict(self.made_of),
             "threads": torch.get_num_threads() if self.policy.device.type == "cpu" else None,
@@ -452,7 +579,10 @@ class Execution:
         """Restore what `state` returned."""
         self.trainer.load_state_dict(state["trainer"])
         self.best = None if state["best"] is None else (float(state["best"][0]), str(state["best"][1]))
+        if state.get("best_metric", Evaluation().best_metric) != self.resolved.config.evaluation.best_metric:
+            self.best = None  # values of another metric cannot be compared
         self.latest, self.evaluated_at = state["latest"], int(state["evaluated_at"])
+        self.sets_evaluated_at = {str(name): int(step) for name, step in state.get("sets_evaluated_at", {}).items()}
         self.saved_at = self.trainer.steps_done
         self.health.load_state(state.get("health", {}))
         self.tighten(self.health.clip_scale)

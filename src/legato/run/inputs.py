@@ -8,6 +8,7 @@ A checkpoint's state holds them as `made_of`:
     files       SHA-256 of the files that options of tasks and rewards name, by option
     base        the weights a resumed run takes from `policy.model`: fingerprint, dtype, SHA-256 of the folder's other files
     reference   SHA-256 of reference/manifest.json, if there is one
+    date        the day on which the run was started, if its chat template writes the date into prompts
 The configuration is a file of the checkpoint: config.toml. Runs made by older versions have neither files, base, reference
 nor config.toml.
 """
@@ -53,7 +54,7 @@ def restore_config(directory: RunDirectory) -> list[str]:
 
 
 def option_files(resolved: Resolved, given: wire.Given) -> dict[str, str]:
-    """The SHA-256 of each file that an option of a task or a reward names."""
+    """The SHA-256 of each file that an option of a task or a reward names, those of evaluation sets included."""
     task, reward = resolved.config.task, resolved.config.reward
     options: dict[str, Any] = {}
     if given.problems is None:
@@ -64,6 +65,10 @@ def option_files(resolved: Resolved, given: wire.Given) -> dict[str, str]:
         options |= {f"reward.{name}": value for name, value in reward.options.items()}
         for component, each in reward.components.items():
             options |= {f"reward.components.{component}.{name}": value for name, value in each.options.items()}
+    for name, one in resolved.config.evaluation.sets.items():
+        options |= {f"evaluation.sets.{name}.task.{key}": value for key, value in one.task.options.items()}
+        of_reward = {} if one.reward is None else one.reward.options
+        options |= {f"evaluation.sets.{name}.reward.{key}": value for key, value in of_reward.items()}
     named = {option: Path(value) for option, value in options.items() if isinstance(value, str) and "\0" not in value}
     return {option: checkpoint.file_sha256(path) for option, path in named.items() if _is_file(path)}
 
@@ -75,15 +80,18 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def base_weights(resolved: Resolved, given: wire.Given, policy: Policy) -> dict[str, Any]:
-    """Fingerprint of the weights that are loaded from `policy.model`: all weights of `policy` but its adapters."""
+def base_weights(resolved: Resolved, given: wire.Given, policy: Policy, fingerprint: str | None = None) -> dict[str, Any]:
+    """Fingerprint of the weights that are loaded from `policy.model`: all weights of `policy` but its adapters.
+
+    `fingerprint` is the policy's `base_fingerprint` where it is known.
+    """
     model = resolved.config.policy.model
     folder = None if given.model is not None or not _is_folder(model) else Path(model).expanduser()
     files = [] if folder is None else [path for path in sorted(folder.iterdir()) if path.is_file()]
     # The weights are hashed as they were loaded. What else is in the folder is small.
     small = [path for path in files if path.suffix in (".json", ".jinja", ".model", ".txt") and path.name[0] != "."]
     return {
-        "weights": wire.weights_fingerprint(policy, adapters=False),
+        "weights": wire.base_fingerprint(policy) if fingerprint is None else fingerprint,
         "dtype": str(policy.dtype).removeprefix("torch."),
         "files": {path.name: checkpoint.file_sha256(path) for path in small},
     }
@@ -103,7 +111,7 @@ def reads_base(resolved: Resolved, directory: RunDirectory) -> bool:
 def check_files(before: Mapping[str, str], now: Mapping[str, str], resolved: Resolved, allowed: bool) -> list[str]:
     """One sentence per file of an option that changed since the checkpoint; InputError without --allow-changes."""
     options = [option for option, sha256 in now.items() if before.get(option, sha256) != sha256]
-    changed = [f"{resolved.values[option]} ({option})" for option in options]
+    changed = [f"{resolved.values.get(option, 'file')} ({option})" for option in options]
     if changed and not allowed:
         raise InputError(
             f"expected the files of the run as they were, got a changed {' and '.join(changed)}; put the old file back, or"
@@ -155,6 +163,13 @@ def check_reference(directory: RunDirectory, resolved: Resolved, before: Mapping
             f"expected the model that the KL term compares with as it was written, got a damaged one: {damage}; put the"
             f" folder {folder} back, or start a new run"
         ) from None
+
+
+def date_note(date: str | None) -> str:
+    """A note on a chat template that writes the date into prompts."""
+    if date is None:
+        return "the chat template writes the date into prompts: they differ from those of another day"
+    return f"the chat template writes the date into prompts: it is {date} throughout the run, also after a resume"
 
 
 def unchecked(folder: Path, made_of: Mapping[str, Any], from_base: bool, wants_reference: bool) -> list[str]:

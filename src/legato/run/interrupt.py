@@ -8,12 +8,14 @@ after the first signal is given up together with its step (`core/user_code.py`).
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from legato.core.user_code import RUN, StoppedAtOnce
 from legato.core.world import OneProcess, World
+from legato.training.ranks.join import is_echo
 
 ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that end a run with its state saved and exit code 128 + number."""
@@ -27,6 +29,7 @@ class Interrupt:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.received: signal.Signals | None = None
         self._say = say
+        self._received_at = 0.0
         self._save_requested = False
         self._before: dict[signal.Signals, Any] = {}
 
@@ -48,10 +51,12 @@ class Interrupt:
     def _note(self, number: int, frame: FrameType | None) -> None:
         urgent = number in _URGENT
         if urgent and self.received in _URGENT:
+            if is_echo(time.monotonic() - self._received_at):
+                return
             raise StoppedAtOnce(128 + number)
         if self.received is not None and not urgent:
             return
-        self.received = signal.Signals(number)
+        self.received, self._received_at = signal.Signals(number), time.monotonic()
         RUN.ask_to_end(number)
         again = "once more" if urgent else "SIGINT twice"
         self._say(f"{self.received.name}: finishing this step, then saving; {again} stops at once without saving")
@@ -60,11 +65,15 @@ class Interrupt:
         self._save_requested = True
         self._say("SIGUSR2: finishing this step, then saving and going on")
 
+    def take_over(self, number: int | None) -> None:
+        """Note a signal that another rank has received; None changes nothing."""
+        if number is not None and self.received is None:
+            self.received = signal.Signals(number)
+
     def reached_any(self, world: World) -> bool:
         """Whether a signal reached any rank: all of them end after the same step, as if each had received it."""
         number = world.agree(0 if self.received is None else int(self.received))
-        if number and self.received is None:
-            self.received = signal.Signals(number)
+        self.take_over(number or None)
         return number != 0
 
     def take_save_request(self, world: World | None = None) -> bool:
@@ -81,8 +90,13 @@ class ImmediateInterrupt(Interrupt):
     """A context in which a signal raises KeyboardInterrupt. `received` is the signal, or None."""
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        raise KeyboardInterrupt
+        if self.received is not None and is_echo(time.monotonic() - self._received_at):
+            return
+        self.received, self._received_at = signal.Signals(number), time.monotonic()
+        # The other ranks are told which signal it was.
+        interruption = KeyboardInterrupt()
+        interruption.signal = self.received  # type: ignore[attr-defined]
+        raise interruption
 
     def _note_save_request(self, number: int, frame: FrameType | None) -> None:
         self._say("SIGUSR2: there is no state to save before the first step")

@@ -12,15 +12,19 @@ from legato.training.memory.available import available
 from legato.training.memory.fit import Fit, fit, refuse_if_too_large
 from legato.training.memory.model import Demand, gigabytes
 from legato.training.memory.shape import Shape
+from legato.training.memory.sharding import Sharding
 
 
-def demand_of(resolved: Resolved, policy: Policy) -> Demand:
-    """The memory demand of a loaded policy and its updates, at the largest sizes the configuration allows."""
+def demand_of(resolved: Resolved, policy: Policy, ranks: int = 1) -> Demand:
+    """The memory demand of a loaded policy and its updates, at the largest sizes the configuration allows.
+
+    With several ranks: that of one of them.
+    """
     config, device = resolved.config, policy.device.type
     training, rollouts = config.training, config.rollouts
     prompt, response, each = config.policy.max_prompt_tokens, rollouts.max_response_tokens, rollouts.samples_per_prompt
     group = prompt + each * response
-    update_tokens = -(-training.prompts_per_step // training.updates_per_step) * group
+    update_tokens = -(-training.prompts_per_step // (training.updates_per_step * ranks)) * group
     tokens = min(max(training.tokens_per_pack, prompt + response), update_tokens)
     size = policy.model.get_input_embeddings().weight.element_size()
     body_config = policy.body.config.get_text_config()
@@ -51,6 +55,8 @@ def demand_of(resolved: Resolved, policy: Policy) -> Demand:
         tables=policy.packing and (not half or scores),
         scores=scores,
         fused=policy.trains_fused,
+        by_parts=policy.trains_fused and ranks > 1 and training.shard == "layers",
+        sharding=Sharding(way=training.shard if ranks > 1 else "none", ranks=ranks, resident=True),
         sharing=(prompt + each * (prompt + response)) / group,
         longest=prompt + response,
         **_routes(resolved, policy),
@@ -82,7 +88,7 @@ def decide_checkpointing(resolved: Resolved, policy: Policy, world: World | None
     auto = resolved.config.policy.gradient_checkpointing == "auto"
     room = available(policy.device)
     try:
-        demand = demand_of(resolved, policy)
+        demand = demand_of(resolved, policy, (world or OneProcess()).size)
     except InputError as error:
         if auto:
             policy.notes.append(f"gradient checkpointing is off: {error}")

@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from legato.config.resolved import Resolved
+from legato.core.world import on_first_rank
 from legato.policy.experts.divergence import measure_divergence
 from legato.policy.model.reference import Reference
 from legato.policy.model.supervised import texts_of
 from legato.records.directory import RunDirectory
+from legato.records.room import until_room
 from legato.run import inputs, wire
 from legato.run.warm import warm_up_key, warm_up_once
 from legato.run.watcher import Watcher
@@ -28,20 +30,26 @@ def prepare(
 
     The hashes are those of the weights that a resumed run reads beside its checkpoint (`run/inputs.py`).
     """
-    config = resolved.config
+    config, world = resolved.config, collector.world
     if config.policy.warm_up is not None:
-        _warm_up(resolved, policy, source, collector, directory, watcher)
+        if world.rank == 0:
+            _warm_up(resolved, policy, source, collector, directory, watcher)
+        for tensor in policy.model.state_dict().values():
+            world.broadcast(tensor)
+    base = wire.base_fingerprint(policy)
     directory.append_metrics(
-        {"kind": "origin", "problems": wire.fingerprint(source), "weights": wire.weights_fingerprint(policy)}
+        {"kind": "origin", "problems": wire.fingerprint(source), "weights": wire.weights_fingerprint(policy, base)}
     )
     hashes: dict[str, Any] = {}
     reference = Reference.from_policy(policy) if wire.wants_reference(resolved) else None
     # Save references that the configuration cannot rebuild: a warmed-up policy, or a module that is trained in place.
     made_here = config.policy.warm_up is not None or given.model is not None
     if reference is not None and config.policy.lora is None and made_here:
-        hashes["reference"] = save_reference(policy, directory.path / "reference")
+        hashes["reference"] = on_first_rank(
+            world, lambda: until_room(lambda: save_reference(policy, directory.path / "reference"))
+        )
     if inputs.reads_base(resolved, directory):
-        hashes["base"] = inputs.base_weights(resolved, given, policy)
+        hashes["base"] = inputs.base_weights(resolved, given, policy, base)
     return reference, hashes
 
 

@@ -10,6 +10,7 @@ from legato.rollouts.engine import Request, Response
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.sampling import Sampling
 from legato.run import wire
+from legato.run.remote import policy_and_engine
 from legato.run.sizes import check_samples
 from legato.run.target import Target
 
@@ -30,22 +31,22 @@ def sample(
     temperature: float | None = None,
     max_response_tokens: int | None = None,
     seed: int | None = None,
+    server: str | None = None,
 ) -> Iterator[PromptResponses]:
-    """Yield responses prompt by prompt. The policy is loaded once; temperature 0 is greedy."""
+    """Yield responses prompt by prompt. The policy is loaded once; temperature 0 is greedy. `server`: samples there."""
     config = target.resolved.config
     check_samples(samples, "samples")
     seed_generators(config.training.seed)
-    policy = target.policy()
-    engine = wire.sampling_engine(config, policy)
-    rendering, limits = wire.rendering_of(config, policy), wire.limits_of(config, policy)
-    sampling = select(Sampling, [config.rollouts])
-    if max_response_tokens is not None:
-        limits = replace(limits, max_response_tokens=max_response_tokens)
-    if temperature is not None:
-        sampling = replace(sampling, temperature=temperature)
-    seed = config.training.seed if seed is None else seed
-    for prompt in prompts:
-        problem = Problem(prompt=prompt)
-        seeds = tuple(seed_of("sample", seed, problem.key, k) for k in range(samples))
-        responses = engine.generate([Request(prompt=rendering.prompt(problem), seeds=seeds)], sampling, limits)[0]
-        yield PromptResponses(prompt=prompt, responses=tuple(responses))
+    with policy_and_engine(target, server) as (policy, engine):
+        rendering, limits = wire.rendering_of(config, policy, target.date), wire.limits_of(config, policy)
+        sampling = select(Sampling, [config.rollouts])
+        if max_response_tokens is not None:
+            limits = replace(limits, max_response_tokens=max_response_tokens)
+        if temperature is not None:
+            sampling = replace(sampling, temperature=temperature)
+        seed = config.training.seed if seed is None else seed
+        for prompt in prompts:
+            problem = Problem(prompt=prompt)
+            seeds = tuple(seed_of("sample", seed, problem.key, k) for k in range(samples))
+            responses = engine.generate([Request(prompt=rendering.prompt(problem), seeds=seeds)], sampling, limits)[0]
+            yield PromptResponses(prompt=prompt, responses=tuple(responses))

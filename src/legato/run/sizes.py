@@ -89,6 +89,13 @@ def _host_items(resolved: Resolved, *, own_problems: bool) -> Iterator[_Items]:
     yield _Items(
         what="responses of an evaluation", paths=(*held_out, "evaluation.samples_per_problem"), bytes_each=host.ROLLOUT
     )
+    for name, each in config.evaluation.sets.items():
+        counts = [option for option in ("problems", "samples_per_problem") if getattr(each, option) is not None]
+        made_by_set = is_import_path(each.task.kind) or each.task.kind in names("task")
+        # A data set has fewer problems than `problems` may ask for.
+        paths = tuple(f"evaluation.sets.{name}.{each}" for each in counts if made_by_set or each != "problems")
+        if paths:
+            yield _Items(what=f"responses of the evaluation set {name!r}", paths=paths, bytes_each=host.ROLLOUT)
     if config.task.problems_per_epoch is not None:
         yield _Items(what="problems of an epoch", paths=("task.problems_per_epoch",), bytes_each=host.PLACE)
     if config.policy.warm_up is not None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from legato.errors import InputError
 from legato.policy.policy import Policy
+from legato.records.room import DiskFullError, is_full, os_error_of, until_room
 
 
 def warm_up_once(policy: Policy, folder: Path, key: str, warm_up: Callable[[], None]) -> bool:
@@ -35,13 +36,24 @@ def warm_up_once(policy: Policy, folder: Path, key: str, warm_up: Callable[[], N
                     policy.model.get_parameter(name).copy_(tensor)
             return True
         warm_up()
-        partial = weights.with_suffix(".partial")
         tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in policy.model.named_parameters()}
+        until_room(lambda: _store(tensors, weights))
+    return False
+
+
+def _store(tensors: dict[str, torch.Tensor], weights: Path) -> None:
+    """Write the weights under their name once they are complete; DiskFullError if there is no room for them."""
+    partial = weights.with_suffix(".partial")
+    try:
         save_file(tensors, partial)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(weights)
-    return False
+    except Exception as error:
+        partial.unlink(missing_ok=True)
+        if is_full(os_error_of(error)):
+            raise DiskFullError(f"no room for {weights} (policy.warm_up.cache): the disk is full") from error
+        raise
 
 
 def warm_up_key(weights: str, problems: str, stage: Any, first_examples: list[Any], device: torch.device) -> str:

@@ -2,12 +2,25 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisplaySettings:
+    """What a display needs to know of a run."""
+
+    log_every_steps: int
+    """Without a terminal, a line every so many steps; 0: by time alone."""
+    log_every_seconds: float
+    """Without a terminal, a line every so many seconds; 0: by steps alone."""
+    may_end_early: bool = True
+    """Whether a target or the health watch may end the run before its last step."""
 
 
 @runtime_checkable
 class Watcher(Protocol):
-    """Callbacks of a run; `cli/display.py` has two implementations. Empty bodies let a subclass override only some."""
+    """Callbacks of a run; `display.py` has two implementations. Empty bodies let a subclass override only some."""
 
     def start(self, title: str, notes: Sequence[str]) -> None:
         return
@@ -30,6 +43,13 @@ class Watcher(Protocol):
 
     def close(self) -> None:
         return
+
+
+@runtime_checkable
+class Configurable(Protocol):
+    """A watcher that wants to know the display settings of the run before it starts."""
+
+    def configure(self, settings: DisplaySettings) -> None: ...
 
 
 class Silent(Watcher):
@@ -77,6 +97,11 @@ class GuardedWatcher(Watcher):
     def __init__(self, watcher: Watcher) -> None:
         self._watcher, self.guard = watcher, Guard()
 
+    def configure(self, settings: DisplaySettings) -> None:
+        watcher = self._watcher
+        if isinstance(watcher, Configurable):
+            self.guard.attempt(lambda: watcher.configure(settings))
+
     def start(self, title: str, notes: Sequence[str]) -> None:
         self.guard.attempt(lambda: self._watcher.start(title, notes))
 
@@ -103,3 +128,9 @@ class GuardedWatcher(Watcher):
         else:
             with suppress(Exception):
                 self._watcher.close()
+
+
+def lost_output(stream: object) -> OSError | None:
+    """Why a stream of the command line takes no more text (`cli/output.py`); None while it does."""
+    error: OSError | None = getattr(stream, "lost", None)
+    return error

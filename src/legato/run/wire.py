@@ -1,26 +1,32 @@
 """Builds the objects of a run from its checked configuration."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from legato.config.kinds import make
+from legato.config.checks import samples_of_set
+from legato.config.kinds import make, usual_evaluation
 from legato.config.resolved import Resolved
-from legato.config.schema import Config
+from legato.config.schema import Config, EvaluationSet
 from legato.core.importing import is_import_path
 from legato.core.rollout import Problem
 from legato.core.settings import select
+from legato.core.user_code import CallFailedError, UserCode, is_own
+from legato.core.world import OneProcess, World
 from legato.errors import InputError
 from legato.policy.model.load import load_policy
 from legato.policy.model.reference import Reference
 from legato.policy.model.supervised import Example, supervise
 from legato.policy.policy import Policy
-from legato.rewards.scoring import Component, RewardSettings, WeightedSum, check_reward, is_async, is_batched
+from legato.rewards.scoring import Component, RewardSettings, WeightedSum, check_reward
 from legato.rewards.separate import SeparateReward, check_separate
+from legato.rewards.trl import AsyncTrlReward, Schedule, TrlReward, adapt_trl_reward
 from legato.rollouts.engine import Engine, Limits
 from legato.rollouts.episodes import Environment, Runner, SingleTurn
 from legato.rollouts.mismatch import Mismatch
@@ -28,12 +34,17 @@ from legato.rollouts.registry import EngineOptions, build_engine
 from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
 from legato.run.sizes import check_weights
+from legato.tasks.own import OwnTask
 from legato.tasks.source import Joined, Source
+from legato.tasks.task import Split
 from legato.training.anchor import needs_reference
 from legato.training.collect import Collector, CollectorSettings
-from legato.training.evaluate import Evaluator
+from legato.training.evaluate import Evaluator, ProblemSet
 from legato.training.memory.training_bytes import training_bytes
 from legato.training.optimizer import Optimizer, check_eight_bit
+from legato.training.pieces import Divided, Division
+from legato.training.play import Judge
+from legato.training.ranks.process_group import ProcessGroup
 from legato.training.step import Trainer, routing_options
 from legato.training.tables import needs
 
@@ -46,7 +57,8 @@ class Given:
     tokenizer: Any = None
     problems: Sequence[Problem] | Any = None
     """A list of problems, or a task: an object with `problem(random)` or `load()`."""
-    reward: Callable[..., Any] | None = None
+    reward: Callable[..., Any] | Mapping[str, Component] | None = None
+    """A function, or several with their weights by name."""
 
 
 def policy_of(resolved: Resolved, given: Given, saved: Path | None = None) -> Policy:
@@ -85,11 +97,11 @@ def _source(kind: str, options: Mapping[str, Any], config: Config) -> Source:
 
 def _problems_of(task_object: Any, name: str, config: Config) -> Source:
     task, seed = config.task, config.training.seed
-    if hasattr(task_object, "load"):
-        return task.pool(task_object.load(), seed)
-    if not hasattr(task_object, "problem"):
+    loads = hasattr(task_object, "load")
+    if not loads and not hasattr(task_object, "problem"):
         raise InputError(f"expected a task with problem(random) or load(), got {type(task_object).__name__} ({name})")
-    return task.generated(task_object, seed)
+    guarded = OwnTask(task_object, name, task.timeout_seconds) if is_own(task_object) else task_object
+    return task.pool(guarded.load(), seed) if loads else task.generated(guarded, seed)
 
 
 def reward_of(config: Config, given: Given) -> WeightedSum:
@@ -98,32 +110,51 @@ def reward_of(config: Config, given: Given) -> WeightedSum:
     if reward.separate_process:
         kinds = [] if given.reward is not None else [reward.kind or "", *(each.kind for each in reward.components.values())]
         check_separate([kind for kind in kinds if is_import_path(kind)])
-    if given.reward is not None:
-        components = {getattr(given.reward, "__name__", "reward"): Component(reward=given.reward)}
+    schedule = _schedule(config)
+    if isinstance(given.reward, Mapping):
+        components = {
+            name: replace(each, reward=adapt_trl_reward(each.reward, schedule)) for name, each in given.reward.items()
+        }
+    elif given.reward is not None:
+        name = getattr(given.reward, "__name__", "reward")
+        components = {name: Component(reward=adapt_trl_reward(given.reward, schedule))}
     elif reward.components:
         components = {
-            name: select(Component, [each], reward=_reward(each.kind, each.options, reward))
+            name: select(Component, [each], reward=_reward(each.kind, each.options, reward, schedule))
             for name, each in reward.components.items()
         }
     else:
         assert reward.kind is not None
-        components = {reward.kind.rpartition(":")[2]: Component(reward=_reward(reward.kind, reward.options, reward))}
+        only = Component(reward=_reward(reward.kind, reward.options, reward, schedule))
+        components = {reward.kind.rpartition(":")[2]: only}
     longest = config.rollouts.max_response_tokens
     return select(WeightedSum, [reward], components=components, longest_response=longest)
 
 
-def _reward(kind: str, options: Mapping[str, Any], settings: RewardSettings) -> Any:
-    reward = make("reward", kind, options)
-    check_reward(reward, kind)
+def _schedule(config: Config) -> Schedule:
+    training = config.training
+    return Schedule(
+        updates_per_step=training.updates_per_step * training.epochs_per_step, total_updates=training.total_updates
+    )
+
+
+def _reward(kind: str, options: Mapping[str, Any], settings: RewardSettings, schedule: Schedule) -> Any:
     if settings.separate_process and is_import_path(kind):
-        whole = is_batched(reward) or is_async(reward)
-        return SeparateReward(path=kind, options=options, seconds=settings.timeout_seconds, batch=whole)
+        return SeparateReward.load(kind, options, settings.timeout_seconds, schedule)
+    reward = adapt_trl_reward(make("reward", kind, options), schedule)
+    check_reward(reward, kind)
     return reward
 
 
-def rendering_of(config: Config, policy: Policy) -> Rendering:
-    """The rendering of problems as prompts."""
-    return select(Rendering, [config.policy, config.task], tokenizer=policy.tokenizer)
+def reward_notes(reward: WeightedSum) -> list[str]:
+    """Sentences about rewards for the start of a run."""
+    rewards = [each.reward for each in reward.components.values()]
+    return [note for each in rewards if isinstance(each, TrlReward | AsyncTrlReward) for note in each.notes()]
+
+
+def rendering_of(config: Config, policy: Policy, date: str | None = None) -> Rendering:
+    """The rendering of problems as prompts; `date` is what chat templates write that ask for the date."""
+    return select(Rendering, [config.policy, config.task], tokenizer=policy.tokenizer, date=date)
 
 
 def limits_of(config: Config, policy: Policy) -> Limits:
@@ -132,23 +163,25 @@ def limits_of(config: Config, policy: Policy) -> Limits:
     return select(Limits, [config.rollouts], end_tokens=ends)
 
 
-def collector_of(config: Config, policy: Policy, source: Source, reward: WeightedSum, *, trains: bool = True) -> Collector:
-    """The collector (prompts -> rollouts -> rewards). With `trains` False no memory is reserved for updates."""
+def collector_of(
+    config: Config,
+    policy: Policy,
+    source: Source,
+    reward: WeightedSum,
+    *,
+    trains: bool = True,
+    date: str | None = None,
+    world: World | None = None,
+    engine: Engine | None = None,
+) -> Collector:
+    """The collector (prompts -> rollouts -> rewards). With `trains` False no memory is reserved for updates.
+
+    `date`: as for `rendering_of`. `engine` takes the place of the configured one.
+    """
     rollouts = config.rollouts
-    longest = config.policy.max_prompt_tokens + rollouts.max_response_tokens
-    if policy.context_length is not None and longest > policy.context_length:
-        raise InputError(
-            f"expected at most {policy.context_length} tokens, the context length of {policy.name}, got {longest}"
-            " (policy.max_prompt_tokens + rollouts.max_response_tokens); lower one of them"
-        )
-    engine, other = _engines(config, policy, trains=trains)
-    runner = Runner(
-        engine=engine,
-        rendering=rendering_of(config, policy),
-        limits=limits_of(config, policy),
-        environment=environment_of(config),
-        weights=policy.model.named_parameters,
-    )
+    check_context(config, policy, rollouts.max_response_tokens, "rollouts.max_response_tokens")
+    engine, other = _engines(config, policy, trains=trains, world=world) if engine is None else (engine, None)
+    runner = runner_of(config, policy, engine, date)
     return Collector(
         source=source,
         runner=runner,
@@ -157,7 +190,30 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
         sampling=select(Sampling, [rollouts]),
         settings=select(CollectorSettings, [rollouts, config.policy, config.task]),
         seed=config.training.seed,
+        world=world or OneProcess(),
     )
+
+
+def runner_of(config: Config, policy: Policy, engine: Engine, date: str | None = None) -> Runner:
+    """The runner of episodes on an engine."""
+    return Runner(
+        engine=engine,
+        rendering=rendering_of(config, policy, date),
+        limits=limits_of(config, policy),
+        environment=environment_of(config),
+        environment_seconds=config.task.timeout_seconds,
+        weights=policy.model.named_parameters,
+    )
+
+
+def check_context(config: Config, policy: Policy, response_tokens: int, option: str) -> None:
+    """InputError if the longest prompt with a response of that length exceeds the context of the model."""
+    longest = config.policy.max_prompt_tokens + response_tokens
+    if policy.context_length is not None and longest > policy.context_length:
+        raise InputError(
+            f"expected at most {policy.context_length} tokens, the context length of {policy.name}, got {longest}"
+            f" (policy.max_prompt_tokens + {option}); lower one of them"
+        )
 
 
 def environment_of(config: Config) -> Environment:
@@ -166,22 +222,30 @@ def environment_of(config: Config) -> Environment:
     if kind is None:
         return SingleTurn()
     environment: Any = make("environment", kind, {})
-    if not isinstance(environment, Environment):
+    with UserCode("the environment", config.task.timeout_seconds, "task.timeout_seconds") as code:
+        try:
+            complete = code.call(isinstance, environment, Environment)
+        except CallFailedError as error:  # its attributes may be properties
+            raise InputError(f"expected an environment, got {error} (task.environment = {kind!r})") from error.__cause__
+    if not complete:
         raise InputError(
             f"expected an environment (max_turns, deterministic, episode(problem)), got {type(environment).__name__}"
             f" (task.environment = {kind!r}); docs/environments.md shows one"
         )
-    return environment
+    checked: Environment = environment
+    return checked
 
 
 def evaluator_of(collector: Collector) -> Evaluator:
     """The evaluator. It samples from the policy itself, even if the collector uses a mismatched sampler."""
-    return Evaluator(runner=collector.evaluation or collector.runner, judge=collector.judge)
+    return Evaluator(runner=collector.evaluation or collector.runner, judge=collector.judge, world=collector.world)
 
 
-def _engines(config: Config, policy: Policy, *, trains: bool) -> tuple[Engine, Engine | None]:
+def _engines(config: Config, policy: Policy, *, trains: bool, world: World | None = None) -> tuple[Engine, Engine | None]:
     """The sampling engine, and a separate engine for evaluations if the sampler differs from the policy."""
-    options, name = _engine_options(config, policy, trains=trains), config.rollouts.engine
+    world = world or OneProcess()
+    copied, name = divides_layers(config, world), config.rollouts.engine
+    options = replace(_engine_options(config, policy, trains=trains, ranks=world.size), copied=copied)
     if options.mismatch.kind == "none":
         engine = build_engine(name, policy, options)
         evaluator = None
@@ -197,6 +261,11 @@ def _engines(config: Config, policy: Policy, *, trains: bool) -> tuple[Engine, E
         evaluator = build_engine(name, policy, replace(options, mismatch=Mismatch(), record_routes=False))
     if trains:
         check_engine(config, policy, engine)
+    if copied and (not engine.capabilities.holds_weights or options.mismatch.kind == "stale"):
+        raise InputError(
+            f"expected an engine that holds weights of its own for training.shard = 'layers', got {engine.name!r}"
+            f" (rollouts.engine = {name!r}); use training.shard=optimizer"
+        )
     return engine, evaluator
 
 
@@ -209,14 +278,16 @@ def sampling_engine(config: Config, policy: Policy) -> Engine:
     return engine
 
 
-def _engine_options(config: Config, policy: Policy, *, trains: bool) -> EngineOptions:
+def _engine_options(config: Config, policy: Policy, *, trains: bool, ranks: int = 1) -> EngineOptions:
     rollouts, training = config.rollouts, config.training
     later = 0
     if trains:
         later = training_bytes(
-            policy.parameters().values(),
+            policy.parameters(),
             eight_bit=training.optimizer == "adamw-8bit",
             offload=training.offload_optimizer,
+            ranks=ranks,
+            layers=ranks > 1 and training.shard == "layers",
         )
     return select(EngineOptions, [rollouts], mismatch=rollouts.mismatch, training_bytes=later, run_seed=training.seed)
 
@@ -246,20 +317,108 @@ def check_engine(config: Config, policy: Policy, engine: Engine) -> None:
             )
 
 
-def held_out_of(config: Config, source: Source, rendering: Rendering, notes: list[str]) -> list[Problem]:
-    """Up to task.held_out held-out problems whose prompts fit; a note is added if there are fewer."""
-    listed = source.held_out(config.task.held_out)
-    longest = config.policy.max_prompt_tokens
-    fitting = [problem for problem in listed if len(rendering.prompt(problem)) <= longest]
-    if len(fitting) < len(listed) and config.policy.too_long == "error":
+def sets_of(config: Config, policy: Policy, runner: Runner, judge: Judge, world: World | None = None) -> list[ProblemSet]:
+    """The evaluation sets. They are sampled by the engine of `runner` as single turns; `judge` is the run's own reward."""
+    sets = [_set(name, each, config, policy, runner, judge) for name, each in config.evaluation.sets.items()]
+    return sets if world is None else [replace(each, world=world) for each in sets]
+
+
+def _set(name: str, each: EvaluationSet, config: Config, policy: Policy, runner: Runner, judge: Judge) -> ProblemSet:
+    path, evaluation = f"evaluation.sets.{name}", config.evaluation
+    try:
+        problems = _problems_of_set(each, config)
+    except InputError as error:
+        raise InputError(f"{path}: {str(error).replace('set task.', f'set {path}.task.')}") from None
+    fitting = _fitting(problems, runner.rendering, config, f"problems of {path}")
+    if len(fitting) < len(problems):
+        policy.notes.append(
+            f"{path}: {len(problems) - len(fitting)} of {len(problems)} problems are left out, since their prompts have more"
+            f" than policy.max_prompt_tokens = {config.policy.max_prompt_tokens} tokens"
+        )
+    limits, longest = runner.limits, each.max_response_tokens
+    if longest is not None:
+        check_context(config, policy, longest, f"{path}.max_response_tokens")
+        limits = replace(limits, max_response_tokens=longest)
+    return ProblemSet(
+        name=name,
+        problems=fitting,
+        runner=runner,
+        limits=limits,
+        judge=_judge_of_set(path, each, config, policy) or judge,
+        sampling=Sampling(
+            temperature=evaluation.temperature if each.temperature is None else each.temperature,
+            top_p=1.0 if each.top_p is None else each.top_p,
+        ),
+        samples=samples_of_set(each, evaluation),
+        every_steps=evaluation.every_steps if each.every_steps is None else each.every_steps,
+    )
+
+
+def _problems_of_set(each: EvaluationSet, config: Config) -> list[Problem]:
+    made = make("task", each.task.kind, each.task.options)
+    loads = hasattr(made, "load")
+    if not loads and not hasattr(made, "problem"):
+        raise InputError(f"expected a task with problem(random) or load(), got {type(made).__name__} (task.kind)")
+    task = OwnTask(made, f"task.kind = {each.task.kind!r}", config.task.timeout_seconds) if is_own(made) else made
+    if loads:
+        problems = list({problem.key: problem for problem in reversed(task.load())}.values())[::-1]
+        return problems[: each.problems]
+    # The held-out part, in case the run trains on the same task.
+    split = Split(task=task, share=config.task.held_out_share)
+    return split.held_out(config.task.held_out if each.problems is None else each.problems)
+
+
+def _judge_of_set(path: str, each: EvaluationSet, config: Config, policy: Policy) -> Judge | None:
+    """The judge of a set's own reward, or of the usual one of a published set; None: neither, the run's reward judges."""
+    usual = usual_evaluation(each.task.kind)
+    if each.reward is not None:
+        kind, options = each.reward.kind, each.reward.options
+    elif usual is not None:
+        kind, options = usual.reward, usual.reward_options
+        if find_spec("math_verify") is None:
+            policy.notes.append(
+                f"{path}: math-verify is not installed, so answers are compared as text and as numbers only; install it with"
+                " pip install 'legato[math]'"
+            )
+    else:
+        return None
+    components = {kind.rpartition(":")[2]: Component(reward=_reward(kind, options, config.reward, _schedule(config)))}
+    longest = config.rollouts.max_response_tokens
+    # The punishment of long responses belongs to training.
+    return replace(
+        select(WeightedSum, [config.reward], components=components, longest_response=longest), overlong=None
+    ).score_all
+
+
+def check_answers(source: Source, reward: WeightedSum) -> None:
+    """InputError if the problems have no answer and a reward compares with it."""
+    first = source.training(0)
+    needing = [name for name, each in reward.components.items() if getattr(each.reward, "needs_answer", False) is True]
+    if first.answer is None and needing:
+        columns = ", ".join(map(repr, first.fields)) or "none"
         raise InputError(
-            f"{len(listed) - len(fitting)} held-out problems have prompts of more than policy.max_prompt_tokens = {longest}"
+            f"expected problems with an answer, which the reward {needing[0]!r} compares with, got none (other columns:"
+            f" {columns}); set task.answer=COLUMN, or take a reward that reads no answer"
+        )
+
+
+def _fitting(problems: Sequence[Problem], rendering: Rendering, config: Config, what: str) -> list[Problem]:
+    """The problems whose prompts are not too long; InputError if none is, or if too long ones are errors."""
+    longest = config.policy.max_prompt_tokens
+    fitting = [problem for problem in problems if len(rendering.prompt(problem)) <= longest]
+    if len(fitting) < len(problems) and config.policy.too_long == "error":
+        raise InputError(
+            f"{len(problems) - len(fitting)} {what} have prompts of more than policy.max_prompt_tokens = {longest}"
             " tokens; raise it, or drop them with policy.too_long = 'drop'"
         )
     if not fitting:
-        raise InputError(
-            f"no held-out problem has a prompt of at most policy.max_prompt_tokens = {longest} tokens; raise it"
-        )
+        raise InputError(f"none of the {what} has a prompt of at most policy.max_prompt_tokens = {longest} tokens; raise it")
+    return fitting
+
+
+def held_out_of(config: Config, source: Source, rendering: Rendering, notes: list[str]) -> list[Problem]:
+    """Up to task.held_out held-out problems whose prompts fit; a note is added if there are fewer."""
+    fitting = _fitting(source.held_out(config.task.held_out), rendering, config, "held-out problems")
     if len(fitting) < config.task.held_out:
         notes.append(
             f"evaluated on {len(fitting)} held-out problems: no more than that fit (task.held_out = {config.task.held_out})"
@@ -270,21 +429,35 @@ def held_out_of(config: Config, source: Source, rendering: Rendering, notes: lis
 def fingerprint(source: Source) -> str:
     """A hash of the training problems: all of a pool, or the first 256 of a generated task."""
     count = source.size if source.size is not None and source.size <= 100_000 else 256
+    return fingerprint_of(source.training(number) for number in range(count))
+
+
+def fingerprint_of(problems: Iterable[Problem]) -> str:
+    """A hash of some problems in their order."""
     digest = hashlib.blake2b(digest_size=16)
-    for problem in (source.training(number) for number in range(count)):
+    for problem in problems:
         digest.update(f"{problem.key} {problem.answer}\n".encode())
     return digest.hexdigest()
 
 
-def weights_fingerprint(policy: Policy, *, adapters: bool = True) -> str:
+def base_fingerprint(policy: Policy) -> str:
+    """A hash of the exact weights without a value head and without the matrices of LoRA."""
+    return _hash_tensors({name: tensor for name, tensor in policy.model.state_dict().items() if ".lora_" not in name})
+
+
+def weights_fingerprint(policy: Policy, base: str | None = None) -> str:
     """A hash of the exact weights without a value head, so that it does not depend on the algorithm.
 
-    With `adapters` False, the trained matrices of LoRA are left out.
+    `base` is the policy's `base_fingerprint` where it is known: billions of weights take a while to hash.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in policy.model.state_dict().items():
-        if not adapters and ".lora_" in name:
-            continue
+    base = base_fingerprint(policy) if base is None else base
+    adapters = {name: tensor for name, tensor in policy.model.state_dict().items() if ".lora_" in name}
+    return _hash_tensors(adapters, base) if adapters else base
+
+
+def _hash_tensors(tensors: Mapping[str, Any], first: str = "") -> str:
+    digest = hashlib.blake2b(first.encode(), digest_size=16)
+    for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
@@ -305,15 +478,42 @@ def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> 
 
 def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, reference: Reference | None) -> Trainer:
     """The trainer, as configured."""
-    training = resolved.config.training
+    training, world = resolved.config.training, collector.world
+    division: Division | None = None
+    if isinstance(world, ProcessGroup) and divides_layers(resolved.config, world):
+        division = _divide_layers(policy, reference, collector, world)
+    elif isinstance(world, ProcessGroup):
+        division = Divided(policy.parameters(), world)
+    weights = policy.parameters()
     return Trainer(
         policy=policy,
         algorithm=resolved.algorithm,
         source=collector,
         reference=reference,
-        optimizer=Optimizer(policy.parameters(), training, total_updates=training.total_updates),
+        optimizer=Optimizer(weights, training, total_updates=training.total_updates, division=division),
         settings=training,
+        world=world,
     )
+
+
+def divides_layers(config: Config, world: World) -> bool:
+    """Whether the layers of the policy are divided among ranks."""
+    return world.size > 1 and config.training.shard == "layers"
+
+
+def _divide_layers(policy: Policy, reference: Reference | None, collector: Collector, world: ProcessGroup) -> Division:
+    """Divide the layers of the policy and of its reference; engines then get the weights gathered."""
+    # Imported here: FSDP2 takes a while to import.
+    from legato.training.ranks.layers import Layered, divide_layers, gather_weights
+
+    is_half = policy.model.get_input_embeddings().weight.element_size() < 4
+    divide_layers(policy, world)
+    if reference is not None and not reference.adapters:
+        divide_layers(reference.policy, world)
+    for runner in (collector.runner, collector.evaluation):
+        if runner is not None:
+            runner.weights = partial(gather_weights, policy)
+    return Layered(policy.parameters(), world, is_half=is_half)
 
 
 def wants_reference(resolved: Resolved) -> bool:

@@ -7,9 +7,9 @@ A prompt column holds text or chat messages. Of equal prompts the first is kept;
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from legato.core.boxed import last_boxed
 from legato.core.parts import Part, choice, part, text
@@ -20,9 +20,24 @@ from legato.tasks.rows import JSON_LINES, PARQUET, Row, dataset_rows, read_rows,
 ROLES = ("system", "user", "assistant", "tool")
 
 _PROMPT = "The column of the prompt: text, or a list of messages with role and content."
-_ANSWER = "The column of the answer; None where the reward needs none."
+_ANSWER = "The column of the answer; where there is no column of the default name, problems have no answer."
 _SYSTEM = "A system message before every prompt, which then is messages."
 _SPLIT_PATH = "A file, or a folder with a file for each split; None: by the name of the data set."
+
+
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
+"""What evaluations of mathematics usually ask for, on a line of its own after the problem."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usual:
+    """How a data set is usually evaluated: the defaults of a set in `evaluation.sets`."""
+
+    samples: int
+    reward: str = "math-answer"
+    reward_options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the task that are other than in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +60,7 @@ class Jsonl(Part):
 
     def read(self) -> Loaded:
         rows = read_rows(Path(self.path), JSON_LINES)
-        return collect(_problems(rows, self.prompt, self.answer, self.system_prompt), self.path)
+        return collect(make_problems(rows, self.prompt, self.answer, self.system_prompt), self.path)
 
     def load(self) -> list[Problem]:
         return self.read().problems
@@ -62,7 +77,7 @@ class Parquet(Part):
 
     def read(self) -> Loaded:
         rows = read_rows(Path(self.path), PARQUET)
-        return collect(_problems(rows, self.prompt, self.answer, self.system_prompt), self.path)
+        return collect(make_problems(rows, self.prompt, self.answer, self.system_prompt), self.path)
 
     def load(self) -> list[Problem]:
         return self.read().problems
@@ -81,7 +96,7 @@ class NamedDataset(Part):
 
     def read(self) -> Loaded:
         rows = dataset_rows(self.dataset, self.config, self.split)
-        return collect(_problems(rows, self.prompt, self.answer, self.system_prompt), f"data set {self.dataset!r}")
+        return collect(make_problems(rows, self.prompt, self.answer, self.system_prompt), f"data set {self.dataset!r}")
 
     def load(self) -> list[Problem]:
         return self.read().problems
@@ -95,13 +110,21 @@ class Gsm8k(Part):
     dataset: str = text(default="openai/gsm8k", says="The name of the data set, where no path is given.")
     config: str | None = text(default="main", says="Its configuration.", optional=True)
     split: str = choice("train", "test", default="train", says="Which split.")
+    instruction: str | None = text(default=None, says="A line after every question.", optional=True)
     system_prompt: str | None = text(default=None, says=_SYSTEM, optional=True)
+
+    usual: ClassVar = Usual(
+        samples=1, reward_options={"last_number": True}, options={"split": "test", "instruction": INSTRUCTION}
+    )
 
     def read(self) -> Loaded:
         rows = _with_extracted_answer(
-            _split_rows(self.path, self.dataset, self.config, self.split), "answer", _answer_after_hashes
+            with_instruction(self._published(), "question", self.instruction), "answer", _answer_after_hashes
         )
-        return collect(_problems(rows, "question", _EXTRACTED, self.system_prompt), self.path or self.dataset)
+        return collect(make_problems(rows, "question", EXTRACTED, self.system_prompt), self.path or self.dataset)
+
+    def _published(self) -> Iterator[Row]:
+        return split_rows(self.path, self.dataset, self.config, self.split, "question and answer")
 
     def load(self) -> list[Problem]:
         return self.read().problems
@@ -119,11 +142,12 @@ class CompetitionMath(Part):
     split: str = choice("train", "test", default="train", says="Which split.")
     system_prompt: str | None = text(default=None, says=_SYSTEM, optional=True)
 
+    usual: ClassVar = Usual(samples=1, options={"split": "test"})
+
     def read(self) -> Loaded:
-        rows = _with_extracted_answer(
-            _split_rows(self.path, self.dataset, self.config, self.split), "solution", _boxed_answer
-        )
-        return collect(_problems(rows, "problem", _EXTRACTED, self.system_prompt), self.path or self.dataset)
+        published = split_rows(self.path, self.dataset, self.config, self.split, "problem and solution")
+        rows = _with_extracted_answer(published, "solution", boxed_answer)
+        return collect(make_problems(rows, "problem", EXTRACTED, self.system_prompt), self.path or self.dataset)
 
     def load(self) -> list[Problem]:
         return self.read().problems
@@ -141,23 +165,39 @@ def collect(problems: Iterable[Problem], source: str) -> Loaded:
     return Loaded(problems=list(by_prompt.values()), duplicates=count - len(by_prompt))
 
 
-def _split_rows(path: str | None, dataset: str, config: str | None, split: str) -> Iterator[Row]:
+def split_rows(path: str | None, dataset: str, config: str | None, split: str, columns: str) -> Iterator[Row]:
+    """The rows of one split, from a file or folder, or by the name of the data set. `columns` are those of such a file."""
     if path is None:
-        yield from dataset_rows(dataset, config, split)
+        try:
+            yield from dataset_rows(dataset, config, split)
+        except InputError as error:
+            raise InputError(
+                f"{error}; or give a file (.jsonl or .parquet) with the columns {columns}: set task.path=FILE"
+            ) from None
         return
     for file in split_files(Path(path), split):
         yield from read_rows(file)
 
 
-_EXTRACTED = "answer"
+def with_instruction(rows: Iterable[Row], column: str, instruction: str | None) -> Iterator[Row]:
+    """Rows with a line added to their question."""
+    for where, row in rows:
+        if instruction is None:
+            yield where, row
+        else:
+            question = _text(cell(row, column, where), column, where)
+            yield where, {**row, column: f"{question}\n{instruction}"}
+
+
+EXTRACTED = "answer"
 """The column that `_with_extracted_answer` adds."""
 
 
 def _with_extracted_answer(rows: Iterable[Row], column: str, extract: Callable[[str, str], str]) -> Iterator[Row]:
     """Rows of worked solutions with the extracted answer added; the full solution stays as `solution`."""
     for where, row in rows:
-        solution = _text(_cell(row, column, where), column, where)
-        yield where, {**row, "solution": solution, _EXTRACTED: extract(solution, where)}
+        solution = _text(cell(row, column, where), column, where)
+        yield where, {**row, "solution": solution, EXTRACTED: extract(solution, where)}
 
 
 def _answer_after_hashes(solution: str, where: str) -> str:
@@ -167,26 +207,48 @@ def _answer_after_hashes(solution: str, where: str) -> str:
     return answer.strip().replace(",", "")
 
 
-def _boxed_answer(solution: str, where: str) -> str:
+def boxed_answer(solution: str, where: str) -> str:
+    """What the last box of a worked solution holds."""
     answer = last_boxed(solution)
     if answer is None:
         raise InputError(rf"{where}: the solution ends {solution[-40:]!r} and has no \boxed{{...}} with the answer")
     return answer
 
 
-def _problems(rows: Iterable[Row], prompt: str, answer: str | None, system_prompt: str | None) -> Iterator[Problem]:
-    for where, row in rows:
-        question = _prompt(_cell(row, prompt, where), prompt, where)
+def make_problems(rows: Iterable[Row], prompt: str, answer: str | None, system_prompt: str | None) -> Iterator[Problem]:
+    """The problem of each row; the other columns are its fields."""
+    without: Row | None = None
+    for number, (where, row) in enumerate(rows):
+        question = _prompt(cell(row, prompt, where, "prompt"), prompt, where)
         if system_prompt is not None:
             question = _with_system(question, system_prompt, where)
-        solution = None if answer is None else _answer(_cell(row, answer, where), answer, where)
-        fields = {name: value for name, value in row.items() if name not in (prompt, answer)}
+        if number == 0 and answer == _DEFAULT_ANSWER and answer not in row:
+            answer, without = None, (where, row)  # data without answers, for a reward that reads none
+        if without is not None and _DEFAULT_ANSWER in row:
+            cell(without[1], _DEFAULT_ANSWER, without[0], "answer")  # raises: other rows do have answers
+        solution = None if answer is None else answer_text(cell(row, answer, where, "answer"), answer, where)
+        # A reward of TRL gets every column by its own name and as it is: a number stays a number.
+        plain = answer == "answer" and isinstance(row[answer], str)
+        fields = {name: value for name, value in row.items() if name != prompt and not (plain and name == answer)}
         yield Problem(prompt=question, answer=solution, fields=fields)
 
 
-def _cell(row: Mapping[str, Any], column: str, where: str) -> Any:
+_DEFAULT_ANSWER = "answer"
+_USUAL_COLUMNS = {
+    "prompt": ("question", "problem", "messages", "input", "query", "instruction", "text"),
+    "answer": ("solution", "final_answer", "output", "target", "label", "ground_truth", "response"),
+}
+"""Names that data sets use for the column that an option names."""
+
+
+def cell(row: Mapping[str, Any], column: str, where: str, option: str | None = None) -> Any:
+    """The value in a column; InputError if there is none. `option` of the task names the column, where one does."""
     if column not in row:
-        raise InputError(f"{where}: expected a column {column!r}, got {', '.join(map(repr, row)) or 'none'}")
+        advice = ""
+        if option is not None and row:
+            usual = [name for name in row if name.lower() in _USUAL_COLUMNS[option]]
+            advice = f"; set task.{option}={(usual or list(row))[0]}" + ("" if usual else ", or another column")
+        raise InputError(f"{where}: expected a column {column!r}, got {', '.join(map(repr, row)) or 'none'}{advice}")
     return row[column]
 
 
@@ -207,7 +269,8 @@ def _check_characters(value: str, column: str, where: str) -> None:
         raise InputError(f"{where}: {column!r} holds half of a surrogate pair, which is no character")
 
 
-def _answer(value: Any, column: str, where: str) -> str:
+def answer_text(value: Any, column: str, where: str) -> str:
+    """An answer as text; data sets also store numbers."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and math.isfinite(value):
         return str(value)

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,17 +28,18 @@ _DATASET_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 def read_rows(path: Path, endings: tuple[str, ...] = JSON_LINES + PARQUET) -> Iterator[Row]:
     """The rows of a file, by the ending of its name."""
-    _check_path(path, endings)
+    check_path(path, endings)
     try:
         yield from _parquet_rows(path) if path.name.endswith(PARQUET) else _json_rows(path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
 
 
-def _check_path(path: Path, endings: tuple[str, ...]) -> None:
+def check_path(path: Path, endings: tuple[str, ...]) -> None:
     allowed = " or ".join(endings)
     if not path.exists():
-        raise InputError(f"{path}: there is no such file; expected a {allowed} file")
+        place = "" if path.is_absolute() else f" in {Path.cwd()}, where legato was started"
+        raise InputError(f"{path}: there is no such file{place}; expected a {allowed} file")
     if path.is_dir():
         raise InputError(f"{path}: expected a {allowed} file, got a folder")
     if path.name.endswith(_PICKLED):
@@ -114,6 +116,8 @@ def dataset_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
         import datasets  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
         raise InputError(f"{described}: needs the package datasets; pip install 'legato[data]'") from None
+    if not sys.stderr.isatty():
+        getattr(datasets, "disable_progress_bars", lambda: None)()  # they would fill a log
     # Before version 4.0 the library could run a script of the data set's author.
     older = {"trust_remote_code": False} if int(datasets.__version__.split(".")[0]) < 4 else {}
     try:

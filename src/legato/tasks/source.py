@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 from legato.core.fields import flag, integer, number
 from legato.core.rollout import Problem
 from legato.core.settings import settings
+from legato.core.user_code import DEFAULT_SECONDS
 from legato.errors import InputError
 from legato.tasks.task import Split, Task, held_out
 
@@ -116,6 +117,13 @@ class SourceSettings:
         default=None,
         says="For tasks made in code: how many drawn problems make an epoch; absent: never the same list twice.",
         minimum=1,
+        optional=True,
+    )
+    timeout_seconds: float | None = number(
+        default=DEFAULT_SECONDS,
+        says="How long one call of a task or an environment of your own may take. A task that takes longer ends the run, an"
+        " environment costs the rollout. false: for ever.",
+        above=0.0,
         optional=True,
     )
 

@@ -12,10 +12,12 @@ from torch import Tensor
 from legato.algorithms.algorithm import Algorithm
 from legato.core.device import to_device
 from legato.core.scope import Scope
+from legato.core.world import OneProcess, World
 from legato.policy.experts.routing import Directions, Record
 from legato.policy.model.reference import Reference
 from legato.policy.policy import Channels, Policy
 from legato.training.plan import Update
+from legato.training.ranks.idle import count_idle_passes, run_idle_passes
 from legato.training.tables import Tables, needs
 
 
@@ -51,53 +53,76 @@ def anchor(
     silent: Tensor | None = None,
     replay: str = "off",
     shift: bool = False,
+    whole_update: bool = False,
+    world: World | None = None,
 ) -> Tables:
     """The tables with old log-probs ('recompute' or 'sampler'), reference log-probs, old values and old routes.
 
     `silent` [B] marks rows that need no scores. If the engine's log-probs are the anchor, the old policy is still scored
-    when its routes are needed: to replay them (R2), or to weigh with their `shift`.
+    when its routes are needed: to replay them (R2), or to weigh with their `shift`. Each rank scores the micro-batches that
+    it has in the updates, and all ranks get all scores. `whole_update`: the objective reads all rows of an update at once.
     """
-    first_epoch = [update for update in updates if update.epoch == 0]
-    everything = [rows for update in first_epoch for rows in update.micro_batches]
-    later = [rows for update in first_epoch if update.index > 0 for rows in update.micro_batches]
+    world = OneProcess() if world is None else world
+    everything = [update for update in updates if update.epoch == 0]
     must_score = policy.value_head is not None or (policy.routers is not None and (replay == "R2" or shift))
     if choice == "sampler" and not must_score:
         anchored = torch.ones(len(tables.batch), dtype=torch.bool)
         tables = replace(tables, old_logprobs=tables.sampler_logprobs, anchored=anchored, old_experts=tables.sampler_experts)
     else:
-        chosen = later if skip_first and policy.value_head is None and choice != "sampler" else everything
-        tables = _score_old_policy(tables, policy, _drop_silent(silent, chosen), replay)
+        later = skip_first and policy.value_head is None and choice != "sampler"
+        chosen = [update for update in everything if update.index > 0] if later else everything
+        # Later epochs deal rows to other ranks, and some objectives read all rows: then every rank needs all routes.
+        spread = world.size > 1 and (whole_update or any(update.epoch for update in updates))
+        tables = _score_old_policy(tables, policy, chosen, silent, replay, world, spread_routes=spread)
         if choice == "sampler":
             tables = replace(tables, old_logprobs=tables.sampler_logprobs)
     if reference is not None:
-        by_reference = _score_old_policy(tables, reference, everything, "off")
+        by_reference = _score_old_policy(tables, reference, everything, None, "off", world)
         tables = replace(tables, ref_logprobs=by_reference.old_logprobs)
     return tables
 
 
-def _drop_silent(silent: Tensor | None, micro_batches: Sequence[Tensor]) -> list[Tensor]:
-    """The micro-batches without silent rows; empty ones are dropped."""
-    remaining = micro_batches if silent is None else [rows[~silent[rows]] for rows in micro_batches]
-    return [rows for rows in remaining if len(rows)]
-
-
-def _score_old_policy(tables: Tables, policy: Policy | Reference, micro_batches: Sequence[Tensor], replay: str) -> Tables:
-    """The tables with `old_logprobs` (and values and routes) of a policy, for the rows of these micro-batches."""
+def _score_old_policy(
+    tables: Tables,
+    policy: Policy | Reference,
+    updates: Sequence[Update],
+    silent: Tensor | None,
+    replay: str,
+    world: World,
+    *,
+    spread_routes: bool = False,
+) -> Tables:
+    """The tables with `old_logprobs` (and values and routes) of a policy, for the rows of these updates."""
     texts, device = tables.texts, tables.device
     old = torch.zeros(texts.tokens.shape, dtype=_logprob_dtype(policy), device=device)
     values = torch.zeros_like(old) if isinstance(policy, Policy) and policy.value_head is not None else None
     anchored = torch.zeros(len(texts), dtype=torch.bool)
-    routes = _Routes(tables, policy, replay) if isinstance(policy, Policy) and policy.routers is not None else None
-    for rows in micro_batches:
+    for rows in _drop_silent(silent, [rows for update in updates for rows in update.micro_batches]):
         anchored[rows] = True
+    routes = _Routes(tables, policy, replay) if isinstance(policy, Policy) and policy.routers is not None else None
+    own = _drop_silent(silent, [rows for update in updates for rows in update.share(world.rank)])
+    idle = count_idle_passes(policy, len(own), world)
+    for rows in own:
         place = to_device(rows, device)
         channels = policy.score(texts, rows) if routes is None else routes.score(rows, place)
         width = channels.logprobs.shape[1]
         old[place, :width] = channels.logprobs
         if values is not None and channels.values is not None:
             values[place, :width] = channels.values
-    tables = replace(tables, old_logprobs=old, anchored=anchored, old_values=values)
-    return tables if routes is None else routes.add_to(tables)
+    run_idle_passes(policy, texts, idle)
+    values = None if values is None else world.sum_table(values)
+    tables = replace(tables, old_logprobs=world.sum_table(old), anchored=anchored, old_values=values)
+    if routes is None:
+        return tables
+    if spread_routes:
+        routes.spread(updates, world)
+    return routes.add_to(tables)
+
+
+def _drop_silent(silent: Tensor | None, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+    """The micro-batches without silent rows; empty ones are dropped."""
+    remaining = micro_batches if silent is None else [rows[~silent[rows]] for rows in micro_batches]
+    return [rows for rows in remaining if len(rows)]
 
 
 class _Routes:
@@ -122,6 +147,24 @@ class _Routes:
         if self.record is not None:
             self.record.note(channels.traffic)
         return channels
+
+    def spread(self, updates: Sequence[Update], world: World) -> None:
+        """Give all ranks the routes of all rows. The prompt of a group that several ranks scored is that of the first."""
+        if self.record is not None:
+            others = torch.ones(len(self.texts.prompts), dtype=torch.bool)
+            taken = torch.zeros(len(self.texts.prompts), dtype=torch.bool)
+            for rank in range(world.size):
+                rows = [rows for update in updates for rows in update.share(rank)]
+                groups = torch.unique(self.texts.group[torch.cat(rows)]) if rows else torch.empty(0, dtype=torch.int64)
+                if rank == world.rank:
+                    others[groups] = taken[groups]
+                taken[groups] = True
+            columns = self.texts.prompts.shape[1]
+            places = to_device(others.repeat_interleave(columns).nonzero().squeeze(1), self.record.tokens.device)
+            experts, tokens = self.record.experts.clone(), self.record.tokens + 1
+            experts[places], tokens[places] = 0, 0
+            self.record = replace(self.record, experts=world.sum_table(experts), tokens=world.sum_table(tokens) - 1)
+        self.experts, self.logprobs = world.sum_table(self.experts), world.sum_table(self.logprobs)
 
     def add_to(self, tables: Tables) -> Tables:
         return replace(

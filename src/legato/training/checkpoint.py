@@ -2,10 +2,12 @@
 
     step-000120/
       model/                  what AutoModelForCausalLM loads; under LoRA the adapter
-      optimizer.safetensors   masters and moments by parameter name
+      optimizer.safetensors   masters and moments by parameter name; of several ranks optimizer-00001-of-00008.safetensors
+                              and so on, each with the pieces of a rank
       value_head.safetensors  where the algorithm has one
       sampler.safetensors     where the engine samples from past weights
-      random.safetensors      torch's generator; Python's and numpy's are in trainer.json
+      random.safetensors      torch's generator; Python's and numpy's are in trainer.json. Of several ranks a file each,
+                              with all three
       trainer.json            steps, place in the data, part state, choices, metrics position, hashes of the run's inputs
       config.toml             the configuration that the run had; absent in checkpoints of older versions
       manifest.json           format, size and SHA-256 of every file
@@ -17,11 +19,13 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy
 import torch
@@ -29,15 +33,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from legato.core.world import OneProcess, World
 from legato.errors import InputError
-from legato.policy.policy import Policy
+from legato.policy.policy import Policy, local_part
 from legato.records.room import DiskFullError, is_full, os_error_of, reason
 from legato.training.optimizer import Optimizer
+from legato.training.saved import SavedTensors
+
+Result = TypeVar("Result")
 
 FORMAT = 1
 _BEFORE = ".before.partial"
 """The suffix of an old checkpoint while a new one with the same name is written."""
-_REQUIRED = ("trainer.json", "optimizer.safetensors", "random.safetensors")
+_DIVIDED = ("optimizer.safetensors", "random.safetensors")
+_REQUIRED = ("trainer.json", *_DIVIDED)
+_SHARE = re.compile(r"(optimizer|random)-(\d{5})-of-(\d{5})\.safetensors")
 _READ_IF_PRESENT = ("value_head.safetensors", "sampler.safetensors", "config.toml")
 _MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".pt", ".pth", ".py", ".jinja", ".model", ".txt", ".gguf", ".h5"}
 """Suffixes of the files in a model folder that transformers and peft may read."""
@@ -55,6 +65,98 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What a rank writes of a checkpoint. Weights and state may be those of the run itself, or copies on the host."""
+
+    policy: Policy
+    optimizer: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor] | None
+    """Copies of the weights; None: the model's own are written."""
+    value_head: Mapping[str, Tensor] | None
+    sampler: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+    generators: Mapping[str, Any]
+    """States of the random generators: tensors of torch's, lists of Python's and numpy's."""
+    config: str | None
+    rank: int
+    size: int
+
+    @property
+    def bytes(self) -> int:
+        """About how many bytes the checkpoint has, all ranks together."""
+        weights = self.policy.model.state_dict() if self.weights is None else self.weights
+        tensors = [*weights.values(), *self.sampler.values()]
+        return _bytes_of(tensors) + self.size * _bytes_of(self.optimizer.values())
+
+
+def take_snapshot(
+    policy: Policy,
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    sampler: Mapping[str, Tensor] | None = None,
+    config: str | None = None,
+    *,
+    world: World | None = None,
+    copy: bool = False,
+) -> Snapshot:
+    """All that a checkpoint holds; with `copy` the run may go on while it is written. NotFiniteError comes on all ranks."""
+    world = OneProcess() if world is None else world
+    tensors, numbers = optimizer.state()
+    for told in world.gather(_find_not_finite(policy, tensors)):
+        if told is not None:
+            raise NotFiniteError(told)
+
+    def held(contents: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return copy_to_host(contents) if copy else dict(contents)
+
+    weights: Mapping[str, Tensor] | None = None
+    adapters = hasattr(policy.model, "merge_and_unload")
+    if policy.divided:
+        weights = _gather_model(policy, world, adapters)
+    elif copy and world.rank == 0:
+        weights = held({name: each for name, each in policy.model.state_dict().items() if not adapters or "lora_" in name})
+    return Snapshot(
+        policy=policy,
+        optimizer=held(tensors),
+        weights=weights,
+        value_head=None if policy.value_head is None else held(policy.value_head.state_dict()),
+        sampler=held(sampler or {}),
+        state={"optimizer": numbers, **state},
+        generators=_generator_states(),
+        config=config,
+        rank=world.rank,
+        size=world.size,
+    )
+
+
+def _gather_model(policy: Policy, world: World, adapters: bool) -> dict[str, Tensor] | None:
+    """The whole weights on the host of rank 0, tensor by tensor; None on the other ranks."""
+    from legato.training.ranks.layers import gather_weights
+
+    whole = {}
+    for name, tensor in gather_weights(policy, trained=adapters):
+        if world.rank == 0:
+            whole[name] = tensor.to("cpu", copy=True)
+    if world.rank:
+        return None
+    # Buffers and tied names, which are no parameters.
+    others = {name: each for name, each in policy.model.state_dict().items() if name not in whole and not adapters}
+    return whole | copy_to_host({name: each for name, each in others.items() if type(each) is Tensor})
+
+
+def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the host. Names that share a tensor (a head tied to the embedding) share its copy, or it is saved twice."""
+    copies: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+    held = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if key not in copies or not tensor.numel():
+            copies[key] = tensor.detach().to("cpu", copy=True)
+        held[name] = copies[key]
+    return held
+
+
 def save(
     folder: Path,
     policy: Policy,
@@ -62,22 +164,99 @@ def save(
     state: Mapping[str, Any],
     sampler: Mapping[str, Tensor] | None = None,
     config: str | None = None,
+    world: World | None = None,
 ) -> None:
     """Write a checkpoint, or raise InputError (state not finite; DiskFullError: no room) and leave nothing behind."""
-    tensors, numbers = optimizer.state()
-    sampler = sampler or {}
-    _check_finite(policy, tensors)
+    write(folder, take_snapshot(policy, optimizer, state, sampler, config, world=world), world)
+
+
+def write(folder: Path, snapshot: Snapshot, world: World | None = None) -> None:
+    """Write a checkpoint of which every rank has a snapshot. An error of one rank is raised on all, and nothing is left."""
+    world = OneProcess() if world is None else world
+    together(world, lambda: begin_writing(folder, snapshot) if world.rank == 0 else None)
+    try:
+        files = together(world, lambda: write_share(folder, snapshot))
+        finish_writing(folder, files, world)
+    except BaseException:
+        give_up_writing(folder, world)
+        raise
+
+
+def give_up_writing(folder: Path, world: World) -> None:
+    """Remove what was written of a checkpoint."""
+    if world.rank == 0:
+        shutil.rmtree(_partial(folder), ignore_errors=True)
+
+
+def begin_writing(folder: Path, snapshot: Snapshot) -> None:
+    """Make the temporary folder of a checkpoint (rank 0 does)."""
+    expected, partial = snapshot.bytes, _partial(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    expected = sum(
-        t.numel() * t.element_size() for t in [*policy.model.state_dict().values(), *tensors.values(), *sampler.values()]
-    )
     free = shutil.disk_usage(folder.parent).free
     if free < 2 * expected:
         raise DiskFullError(
             f"no room for a checkpoint in {folder.parent}: {free / 1e6:.0f} MB are free, {2 * expected / 1e6:.0f} MB are"
             " wanted (twice its size)"
         )
-    write_folder(folder, lambda partial: _write(partial, policy, tensors, {"optimizer": numbers, **state}, sampler, config))
+    shutil.rmtree(partial, ignore_errors=True)
+    with _explain_writing(folder):
+        partial.mkdir()
+
+
+def write_share(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
+    """Write the files of one rank into the temporary folder and flush them; their sizes and hashes by name."""
+    partial = _partial(folder)
+    with _explain_writing(folder):
+        paths = _write(partial, snapshot)
+        _share(paths, partial)
+        for path in paths:
+            _flush(path)
+        return {str(path.relative_to(partial)): _fingerprint(path) for path in paths}
+
+
+def finish_writing(folder: Path, files: Mapping[str, Any], world: World | None = None) -> None:
+    """Add the manifest of all ranks' files and give the checkpoint its name."""
+    world = OneProcess() if world is None else world
+    everything = {name: each for told in world.gather(files) for name, each in told.items()}
+
+    def finish() -> None:
+        partial = _partial(folder)
+        with _explain_writing(folder):
+            manifest = partial / "manifest.json"
+            manifest.write_text(json.dumps({"format": FORMAT, "files": everything}, indent=1, sort_keys=True))
+            for path in (manifest, *(each for each in sorted(partial.rglob("*")) if each.is_dir()), partial):
+                _flush(path)
+            _rename(partial, folder)
+
+    together(world, lambda: finish() if world.rank == 0 else None)
+
+
+def together(world: World, function: Callable[[], Result]) -> Result:
+    """What the function returns. If it raises an error of the disk or the user on any rank, all ranks raise that error."""
+    if world.size == 1:
+        return function()
+    error: InputError | None = None
+    result: Any = None
+    try:
+        result = function()
+    except InputError as refusal:
+        error = refusal
+    told = [None if error is None else [isinstance(error, DiskFullError), str(error)]]
+    for rank, each in enumerate(world.gather(told[0])):
+        if each is not None:
+            kind = DiskFullError if each[0] else InputError
+            raise kind(each[1] if rank == world.rank else f"rank {rank}: {each[1]}")
+    return cast(Result, result)
+
+
+def expected_bytes(policy: Policy) -> int:
+    """The size of a checkpoint of a policy: its weights (only adapters if it has some), two moments, masters of 16 bits."""
+    trained = policy.parameters()
+    saved = trained if hasattr(policy.model, "merge_and_unload") else policy.model.state_dict()
+    # Tied weights count once.
+    weights = {local_part(tensor).data_ptr(): tensor.numel() * tensor.element_size() for tensor in saved.values()}
+    state = sum(each.numel() * (8 if each.element_size() >= 4 else 12) for each in trained.values())
+    return sum(weights.values()) + state
 
 
 def save_reference(policy: Policy, folder: Path) -> str:
@@ -86,77 +265,130 @@ def save_reference(policy: Policy, folder: Path) -> str:
     return file_sha256(folder / "manifest.json")
 
 
+def share_as_folder(folder: Path) -> None:
+    """Give every file the permissions that its folder has: safetensors writes files that only their owner may read."""
+    _share([path for path in folder.rglob("*") if path.is_file()], folder)
+
+
+def _share(paths: Iterable[Path], folder: Path) -> None:
+    """Give files the permissions that their folder has."""
+    mode = folder.stat().st_mode & 0o666
+    for path in paths:
+        path.chmod(mode)
+
+
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary folder, add a manifest, flush it to disk and give it its name."""
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = _partial(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        write(partial)
-        _write_manifest(partial)
-        for path in sorted(partial.rglob("*")):
-            _flush(path)
-        _flush(partial)
-        # A recovery writes its checkpoint again: the old one stays until the new one has its name.
-        before = folder.with_name(f".{folder.name}{_BEFORE}")
-        shutil.rmtree(before, ignore_errors=True)
-        if folder.exists():
-            folder.rename(before)
-        partial.rename(folder)
-        _flush(folder.parent)
-        shutil.rmtree(before, ignore_errors=True)
+        with _explain_writing(folder):
+            write(partial)
+            share_as_folder(partial)
+            _write_manifest(partial)
+            for path in sorted(partial.rglob("*")):
+                _flush(path)
+            _flush(partial)
+            _rename(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _rename(partial: Path, folder: Path) -> None:
+    """Give a temporary folder its name. A recovery writes its checkpoint again: the old one stays until then."""
+    before = folder.with_name(f".{folder.name}{_BEFORE}")
+    shutil.rmtree(before, ignore_errors=True)
+    if folder.exists():
+        folder.rename(before)
+    partial.rename(folder)
+    _flush(folder.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+@contextmanager
+def _explain_writing(folder: Path) -> Iterator[None]:
+    """Raise errors of the disk as InputError, a full one as DiskFullError."""
+    try:
+        yield
+    except InputError:
+        raise
     except Exception as error:
         cause = os_error_of(error)
         if cause is None:
             raise
         kind = DiskFullError if is_full(cause) else InputError
         raise kind(f"the checkpoint {folder} could not be written: {reason(cause)}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(
-    folder: Path,
-    policy: Policy,
-    tensors: Mapping[str, Tensor],
-    state: Mapping[str, Any],
-    sampler: Mapping[str, Tensor],
-    config: str | None,
-) -> None:
-    save_model(policy, folder / "model")
-    for file, contents in (("optimizer", tensors), ("sampler", sampler)):
-        if contents or file == "optimizer":
-            on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in contents.items()}
-            save_file(on_host, folder / f"{file}.safetensors")
-    if policy.value_head is not None:
-        save_file({n: t.cpu() for n, t in policy.value_head.state_dict().items()}, folder / "value_head.safetensors")
+def name_of_share(kind: str, rank: int, size: int) -> str:
+    """The file of a rank: optimizer.safetensors, or optimizer-00001-of-00008.safetensors where there are several."""
+    return f"{kind}.safetensors" if size == 1 else f"{kind}-{rank + 1:05d}-of-{size:05d}.safetensors"
+
+
+def _write(folder: Path, snapshot: Snapshot) -> list[Path]:
+    """Write the files of one rank; their paths. Other ranks write into the same folder meanwhile."""
+    rank, size = snapshot.rank, snapshot.size
+    if rank == 0:
+        save_model(snapshot.policy, folder / "model", snapshot.weights)
+    shares: dict[str, Mapping[str, Tensor]] = {name_of_share("optimizer", rank, size): snapshot.optimizer}
+    if rank == 0 and snapshot.sampler:
+        shares["sampler.safetensors"] = snapshot.sampler
+    for file, contents in shares.items():
+        on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in contents.items()}
+        save_file(on_host, folder / file)
+    if rank == 0 and snapshot.value_head is not None:
+        save_file({n: t.cpu() for n, t in snapshot.value_head.items()}, folder / "value_head.safetensors")
+        shares["value_head.safetensors"] = snapshot.value_head
+    generators = snapshot.generators
+    torch_states = dict(generators["torch"])
+    if size > 1:
+        text = json.dumps(generators["plain"], sort_keys=True).encode()
+        torch_states["python and numpy"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    save_file(torch_states, folder / name_of_share("random", rank, size))
+    names = [*shares, name_of_share("random", rank, size)]
+    if rank == 0:
+        state = {**snapshot.state, "generators": generators["plain"]}
+        (folder / "trainer.json").write_text(json.dumps(state, sort_keys=True))
+        names.append("trainer.json")
+        if snapshot.config is not None:
+            (folder / "config.toml").write_text(snapshot.config, encoding="utf-8")
+            names.append("config.toml")
+    model = [path for path in (folder / "model").rglob("*") if path.is_file()] if rank == 0 else []
+    return sorted([*model, *(folder / name for name in names)])
+
+
+def _generator_states() -> dict[str, Any]:
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    save_file(states, folder / "random.safetensors")
     kind, keys, *rest = numpy.random.get_state()
     version, internal, gauss = random.getstate()
-    generators = {
-        "python": [version, list(internal), gauss],
-        "numpy": [kind, [int(key) for key in keys], *[float(x) if isinstance(x, float) else int(x) for x in rest]],
+    return {
+        "torch": states,
+        "plain": {
+            "python": [version, list(internal), gauss],
+            "numpy": [kind, [int(key) for key in keys], *[float(x) if isinstance(x, float) else int(x) for x in rest]],
+        },
     }
-    (folder / "trainer.json").write_text(json.dumps({**state, "generators": generators}, sort_keys=True))
-    if config is not None:
-        (folder / "config.toml").write_text(config, encoding="utf-8")
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def _write_manifest(folder: Path) -> None:
-    files = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = {str(path.relative_to(folder)): _fingerprint(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True))
 
 
-def save_model(policy: Policy, folder: Path) -> None:
-    """Write a folder that transformers (or, for adapters, peft) loads."""
-    policy.model.save_pretrained(folder)
+def save_model(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write a folder that transformers (or, for adapters, peft) loads; `weights` in place of the model's own."""
+    policy.model.save_pretrained(folder, **({} if weights is None else {"state_dict": dict(weights)}))
     policy.tokenizer.save_pretrained(folder)
 
 
@@ -174,7 +406,7 @@ def _verify(folder: Path, model: Path, required: Sequence[str]) -> None:
     """Compare a folder with its manifest. Files beside the manifest's are harmless unless a resumed run would read them."""
     files = _manifest(folder / "manifest.json")
     for name in required:
-        if name not in files:
+        if not (_shares_of(name.removesuffix(".safetensors"), files) if name in _DIVIDED else name in files):
             raise DamagedError(f"{folder / 'manifest.json'} does not list {name}")
     if not any(Path(folder, name).parent == model and name.endswith(".safetensors") for name in files):
         raise DamagedError(f"{folder / 'manifest.json'} does not list the weights of {model}")
@@ -188,6 +420,15 @@ def _verify(folder: Path, model: Path, required: Sequence[str]) -> None:
     for name in sorted(present - set(files)):
         if name in _READ_IF_PRESENT or _is_read_with_model(folder / name, model):
             raise DamagedError(f"{folder / name} is not in the manifest, and a resumed run would read it")
+
+
+def _shares_of(kind: str, files: Collection[str]) -> list[str]:
+    """The files of all ranks that hold the optimizer or the generators, in the order of ranks; empty if one is missing."""
+    if f"{kind}.safetensors" in files:
+        return [f"{kind}.safetensors"]
+    matches = [match for name in sorted(files) if (match := _SHARE.fullmatch(name)) is not None and match[1] == kind]
+    whole = bool(matches) and len(matches) == int(matches[0][3]) and len({match[3] for match in matches}) == 1
+    return [match[0] for match in matches] if whole else []
 
 
 def _is_read_with_model(path: Path, model: Path) -> bool:
@@ -283,18 +524,29 @@ def explain_contents(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def restore(folder: Path, policy: Policy, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Restore optimizer, value head and random generators; the policy itself was loaded from `model/`."""
-    optimizer.load(load_file(folder / "optimizer.safetensors"), state["optimizer"])
+def restore(
+    folder: Path, policy: Policy, optimizer: Optimizer, state: Mapping[str, Any], world: World | None = None
+) -> None:
+    """Restore optimizer, value head and random generators; the policy itself was loaded from `model/`.
+
+    Each rank reads its own pieces of the optimizer, whatever ranks wrote them.
+    """
+    world = OneProcess() if world is None else world
+    files = list(_manifest(folder / "manifest.json"))
+    saved = [folder / name for name in _shares_of("optimizer", files)]
+    optimizer.load(SavedTensors(files=saved), state["optimizer"])
     if policy.value_head is not None:
         policy.value_head.load_state_dict(load_file(folder / "value_head.safetensors"))
-    states = load_file(folder / "random.safetensors")
+    generators = _shares_of("random", files)
+    states = load_file(folder / generators[min(world.rank, len(generators) - 1)])
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    version, internal, gauss = state["generators"]["python"]
+    plain = states.get("python and numpy")
+    numbers = state["generators"] if plain is None else json.loads(bytes(plain.tolist()))
+    version, internal, gauss = numbers["python"]
     random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = state["generators"]["numpy"]
+    kind, keys, *rest = numbers["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
 
 
@@ -365,8 +617,14 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _check_finite(policy: Policy, state: Mapping[str, Tensor]) -> None:
+def _find_not_finite(policy: Policy, state: Mapping[str, Tensor]) -> str | None:
+    """Why a state must not be saved; None if all of it is finite."""
     for what, tensors in (("weights of", policy.parameters()), ("optimizer state", state)):
         for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise NotFiniteError(f"the {what} {name} are not finite; such a state is not saved")
+            if tensor.is_floating_point() and not bool(torch.isfinite(local_part(tensor)).all()):
+                return f"the {what} {name} are not finite; such a state is not saved"
+    return None
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -4,37 +4,28 @@ Everything random here is a function of (run seed, problem number, sample). The 
 resumed run draws the same problems as an uninterrupted one. Groups come in the order in which their problems were drawn.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from legato.core.fields import choice, integer
-from legato.core.rollout import TRUNCATED, Group, Problem, Rollout, Score, Scored, Unscorable
+from legato.core.rollout import TRUNCATED, Group, Problem, Scored, Unscorable
 from legato.core.settings import settings
+from legato.core.world import OneProcess, World
 from legato.diagnostics.words import count as count_of
 from legato.errors import InputError
 from legato.rollouts.episodes import Runner, Start
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Joined, Source
+from legato.training.play import Judge, play_and_score
+from legato.training.ranks.exchange import ScoredRollout
 from legato.training.source import ExhaustedError, NothingScoredError, Tally
 
 _CHECKED_PROBLEMS = 32
 """Problems whose prompts are looked at before a run starts."""
-
-Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
-
-
-def score_rollouts(judge: Judge, rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
-    """A score for each rollout. A rollout whose episode failed is unscorable; the judge does not see it."""
-    finished = [rollout for rollout in rollouts if rollout.fault is None]
-    scores = judge(finished)
-    if len(finished) == len(rollouts):
-        return scores
-    judged = iter(scores)
-    return [next(judged) if rollout.fault is None else Unscorable(rollout.fault) for rollout in rollouts]
 
 
 @settings()
@@ -95,6 +86,7 @@ class Collector:
     sampling: Sampling
     settings: CollectorSettings
     seed: int
+    world: World = field(default_factory=OneProcess)
     evaluation: Runner | None = None
     """The runner of evaluations if `runner` does not sample from the policy itself; it gets new versions too."""
     _drawn: int = 0
@@ -238,15 +230,10 @@ class Collector:
         )
 
     def _sample_groups(self, starts: Sequence[Start], tally: Tally) -> list[Group | None]:
-        rows = self.runner.play(starts, self.sampling)
-        rollouts = [rollout for row in rows for rollout in row]
-        pairs = list(zip(rollouts, score_rollouts(self.judge, rollouts), strict=True))
-        each = self.settings.samples_per_prompt
-        return [
-            self._group(start.problem, pairs[place * each : (place + 1) * each], tally) for place, start in enumerate(starts)
-        ]
+        rows = play_and_score(self.runner, self.judge, starts, self.sampling, self.world)
+        return [self._group(start.problem, row, tally) for start, row in zip(starts, rows, strict=True)]
 
-    def _group(self, problem: Problem, rollouts: Sequence[tuple[Rollout, Score | Unscorable]], tally: Tally) -> Group | None:
+    def _group(self, problem: Problem, rollouts: Sequence[ScoredRollout], tally: Tally) -> Group | None:
         members = []
         for rollout, score in rollouts:
             tally.rollouts += 1

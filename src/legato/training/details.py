@@ -12,6 +12,7 @@ from torch import Tensor
 
 from legato.core.outcome import Outcome
 from legato.core.signals import Signals
+from legato.core.world import World
 from legato.training.tables import Tables
 
 
@@ -29,6 +30,26 @@ class Marks:
     def from_outcome(cls, rows: Tensor, signals: Signals, outcome: Outcome) -> "Marks":
         log_ratio = None if signals.old_logprobs is None else signals.log_ratio("old").detach()
         return cls(rows=rows, coefficients=outcome.coefficients.detach(), log_ratio=log_ratio)
+
+
+def spread_marks(marks: Marks | None, tables: Tables, world: World) -> Marks | None:
+    """The marks of all rows of an update, from the marks of each rank; None if no rank has any."""
+    if world.size == 1:
+        return marks
+    rows, width = len(tables.batch), tables.texts.tokens.shape[1]
+    has_ratio = world.agree(int(marks is not None and marks.log_ratio is not None))
+    known = torch.zeros(rows, dtype=torch.bool)
+    tables_of_rank = torch.zeros(2, rows, width, dtype=tables.sampler_logprobs.dtype, device=tables.device)
+    if marks is not None:
+        known[marks.rows] = True
+        place = marks.rows.to(tables.device)
+        for table, values in zip(tables_of_rank, (marks.coefficients, marks.log_ratio), strict=True):
+            if values is not None:
+                table[place, : values.shape[1]] = values.to(table.dtype)
+    known = world.sum_table(known)
+    chosen = known.nonzero().squeeze(1)
+    coefficients, log_ratio = world.sum_table(tables_of_rank)[:, chosen.to(tables.device)]
+    return Marks(rows=chosen, coefficients=coefficients, log_ratio=log_ratio if has_ratio else None) if len(chosen) else None
 
 
 def details(tables: Tables, marks: Sequence[tuple[int, Marks]], tokenizer: Any, most: int) -> tuple[dict[str, Any], ...]:

@@ -1,7 +1,7 @@
 """AdamW with float32 master weights, gradient clipping and a schedule. Weights are updated in place from their masters."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,11 @@ from torch import Tensor, nn
 from legato.core.fields import choice, flag, integer, number, pair
 from legato.core.settings import settings
 from legato.errors import InputError
+from legato.training.pieces import Division, Piece, Whole
+from legato.training.saved import SavedState, SavedTensors
+
+_OFFLOADED_TOGETHER = 2**28
+"""Numbers of offloaded masters that are stepped together: a gigabyte of gradients in host memory."""
 
 
 @settings()
@@ -55,7 +60,9 @@ class Schedule:
 class OptimizerSettings(Schedule):
     """The settings of the optimizer and its schedule."""
 
-    lr: float = number(default=1e-6, says="The learning rate.", above=0.0, maximum=1.0)
+    lr: float = number(
+        default=1e-6, says="The learning rate; if it is not set, ten times as high with policy.lora.", above=0.0, maximum=1.0
+    )
     value_lr: float | None = number(
         default=None,
         says="The learning rate of the value head (ppo); absent: that of the policy.",
@@ -84,23 +91,39 @@ class OptimizerSettings(Schedule):
 
 
 class Optimizer:
-    """AdamW on master weights: float32 copies of 16-bit weights (or copies on the host), else the weights themselves."""
+    """AdamW on master weights: float32 copies of 16-bit weights (or copies on the host), else the weights themselves.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, *, total_updates: int) -> None:
+    With several ranks each has the masters and moments of its pieces (`pieces.py`).
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: OptimizerSettings,
+        *,
+        total_updates: int,
+        division: Division | None = None,
+    ) -> None:
         if not parameters:
             raise InputError("nothing is left to train: policy.frozen covers every parameter")
         self.settings, self.total_updates = settings, total_updates
         self.weights = dict(parameters)
         for weight in self.weights.values():
             # Gradients of micro-batches accumulate in float32, whatever the dtype of the weights.
-            weight.grad_dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.masters = {name: self._master(weight) for name, weight in self.weights.items()}
+            if type(weight) is nn.Parameter:
+                weight.grad_dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.division = Whole(self.weights) if division is None else division
+        self.masters = {name: self._master(piece.tensor) for name, piece in self._pieces()}
         self.inner = _build_optimizer(self._groups(), settings)
         self.updates = 0
         self.scale = 1.0
         """A factor on every learning rate: a recovery lowers it."""
 
-    def _master(self, weight: nn.Parameter) -> Tensor:
+    def _pieces(self) -> Iterator[tuple[str, Piece]]:
+        """The pieces of this rank that hold anything."""
+        return ((name, piece) for name, piece in self.division.pieces.items() if piece.stop > piece.start)
+
+    def _master(self, weight: Tensor) -> Tensor:
         is_half = weight.dtype in (torch.bfloat16, torch.float16)
         if not is_half and not self.settings.offload_optimizer:
             return weight
@@ -110,7 +133,8 @@ class Optimizer:
     def _groups(self) -> list[dict[str, Any]]:
         groups: dict[tuple[bool, bool], list[Tensor]] = {}
         for name, master in self.masters.items():
-            groups.setdefault((name.startswith("value_head."), master.dim() >= 2), []).append(master)
+            is_matrix = self.division.pieces[name].is_matrix
+            groups.setdefault((name.startswith("value_head."), is_matrix), []).append(master)
         return [
             {
                 "params": members,
@@ -131,11 +155,11 @@ class Optimizer:
         An update whose gradient is not finite is skipped, but the schedule moves on. Nothing here waits for a GPU: the
         fused optimizer reads the clip and the decision to skip from the device.
         """
-        gradients = {name: self._gradient(name) for name in self.weights}
-        norm = torch.nn.utils.get_total_norm(gradients.values())
+        summed = self.division.gradients()
+        gradients = {name: summed[name] for name in self.masters}
+        del summed
+        norm = self.division.norm(gradients)
         applied, clip = norm.isfinite(), self.settings.gradient_clip
-        for name, master in self.masters.items():
-            master.grad = gradients[name]
         share = self.scale * self.settings.share(self.updates, self.total_updates)
         for group in self.inner.param_groups:
             group["lr"] = group["peak"] * share
@@ -143,77 +167,103 @@ class Optimizer:
             # The fused kernel divides gradients by grad_scale and skips the update if found_inf is 1. Both are float32.
             self.inner.grad_scale = ((norm + 1e-6) / clip).clamp(min=1.0).float() if clip else norm.new_ones(()).float()
             self.inner.found_inf = (~applied).float()
-            self.inner.step()
-            self._copy_back()
+            self._step_all(gradients)
         elif bool(applied):
             if clip and float(norm) > clip:
                 torch._foreach_mul_(list(gradients.values()), clip / (float(norm) + 1e-6))
-            self.inner.step()
-            self._copy_back()
+            self._step_all(gradients)
         self.updates += 1
-        for name, weight in self.weights.items():
+        for weight in self.weights.values():
             weight.grad = None
-            self.masters[name].grad = None
         return norm, applied
 
-    def _gradient(self, name: str) -> Tensor:
-        weight, master = self.weights[name], self.masters[name]
-        if weight.grad is None:
-            # An update without any row still steps with a gradient of 0: momentum moves on.
-            return torch.zeros_like(master)
-        return weight.grad.detach().to(master.device, master.dtype)
+    def _step_all(self, gradients: dict[str, Tensor]) -> None:
+        """Step the masters and copy them to the weights; a few at a time where they are offloaded.
+
+        AdamW leaves masters alone that have no gradient, so the host holds the gradients of those few only.
+        """
+        for names in self._batches():
+            for name in names:
+                master = self.masters[name]
+                master.grad = gradients.pop(name).to(master.device, master.dtype)
+                if self.settings.offload_optimizer:
+                    self.weights[name].grad = None
+            self.inner.step()
+            for name in names:
+                self.masters[name].grad = None
+            self._copy_back(names)
+        self.division.publish()
+
+    def _batches(self) -> list[list[str]]:
+        """The names of masters that are stepped together: all of them, or about a gigabyte if they are offloaded."""
+        if not self.settings.offload_optimizer:
+            return [list(self.masters)]
+        batches, room = [list[str]()], _OFFLOADED_TOGETHER
+        for name, master in self.masters.items():
+            if batches[-1] and master.numel() > room:
+                batches.append([])
+                room = _OFFLOADED_TOGETHER
+            batches[-1].append(name)
+            room -= master.numel()
+        return batches
 
     @torch.no_grad()
-    def _copy_back(self) -> None:
-        copied = [name for name, master in self.masters.items() if master is not self.weights[name]]
+    def _copy_back(self, names: Sequence[str]) -> None:
+        pieces = self.division.pieces
+        copied = [name for name in names if self.masters[name] is not pieces[name].tensor]
         if copied:
-            torch._foreach_copy_([self.weights[name] for name in copied], [self.masters[name] for name in copied])
+            torch._foreach_copy_([pieces[name].tensor for name in copied], [self.masters[name] for name in copied])
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The state for a checkpoint: tensors by name (masters and moments) and plain numbers."""
+        """The state for a checkpoint: tensors by name (masters and moments) and plain numbers.
+
+        Keys are `kind|weight`, or `kind|weight|start` of a piece that begins at the number `start` of the flat weight.
+        """
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, Any] = {"updates": self.updates, "scale": self.scale}
         for name, master in self.masters.items():
-            if master is not self.weights[name]:
-                tensors[f"master|{name}"] = master.detach()
+            piece = self.division.pieces[name]
+            place = name if piece.is_whole else f"{name}|{piece.start}"
+            if master is not piece.tensor or piece.is_master:
+                tensors[f"master|{place}"] = master.detach()
             for key, value in self.inner.state.get(master, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"{key}|{name}"] = value
+                    tensors[f"{key}|{place}"] = value
                 else:
-                    numbers[f"{key}|{name}"] = value
+                    numbers[f"{key}|{place}"] = value
         return tensors, numbers
 
-    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Load a saved state; the weights must be loaded before."""
-        expected = {f"master|{name}" for name in self.masters if self.masters[name] is not self.weights[name]}
-        missing = expected - set(tensors)
-        if missing:
-            raise InputError(
-                f"the optimizer state has no {sorted(missing)[0]!r}: it was saved with another dtype or offload"
-            )
+    def load(self, tensors: SavedTensors | Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Load a state that any number of ranks saved; the weights must be loaded before."""
+        saved = SavedState(tensors if isinstance(tensors, SavedTensors) else SavedTensors(tensors), numbers)
         self.updates, self.scale = int(numbers["updates"]), float(numbers.get("scale", 1.0))
-        states: dict[str, dict[str, Any]] = {}
-        for key, value in [*tensors.items(), *numbers.items()]:
-            kind, _, owner = key.partition("|")
-            if owner and kind != "master":
-                states.setdefault(owner, {})[kind] = value
         # The 8-bit optimizer has different state for small and large weights, so its entries are not checked.
         wanted = {"step", "exp_avg", "exp_avg_sq"} if self.settings.optimizer == "adamw" else set[str]()
-        for name in self.masters:
-            lacking = wanted - set(states.get(name, {}))
-            if self.updates and (lacking or name not in states):
+        for name, master in self.masters.items():
+            piece, kinds = self.division.pieces[name], saved.kinds(name)
+            if (master is not piece.tensor or piece.is_master) and "master" not in kinds:
+                raise InputError(f"the optimizer state has no 'master|{name}': it was saved with another dtype or offload")
+            lacking = wanted - kinds
+            if self.updates and (lacking or not kinds - {"master"}):
                 raise InputError(f"the optimizer state of {name} lacks {', '.join(sorted(lacking)) or 'everything'}")
         for name, master in self.masters.items():
-            if master is not self.weights[name]:
+            piece = self.division.pieces[name]
+            if master is not piece.tensor or piece.is_master:
                 with torch.no_grad():
-                    master.copy_(tensors[f"master|{name}"])
+                    master.copy_(saved.read("master", name, piece).reshape(master.shape))
             # A state from before the first update has no moments: the current ones are removed.
             self.inner.state.pop(master, None)
-            if states.get(name):
+            moments = {kind: saved.read(kind, name, piece) for kind in sorted(saved.kinds(name) - {"master"})}
+            if moments:
                 self.inner.state[master] = {
-                    kind: value.to(master.device, copy=True) if isinstance(value, Tensor) else value
-                    for kind, value in states[name].items()
+                    kind: _like(value, master).to(master.device, copy=True) if isinstance(value, Tensor) else value
+                    for kind, value in moments.items()
                 }
+
+
+def _like(value: Tensor, master: Tensor) -> Tensor:
+    """A moment in the shape of its master; other tensors of a state (step, tables of 8 bits) have a shape of their own."""
+    return value.reshape(master.shape) if value.numel() == master.numel() and value.dim() else value
 
 
 def _build_optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> Any:

@@ -111,7 +111,7 @@ class Floor:
         )
 
     def lines(self, anchor: str) -> list[str]:
-        """Lines to print: the measured noise, what follows for clip and anchor, and warnings."""
+        """Lines for the records and the report: the measured noise, what follows for clip and anchor, and warnings."""
         chosen = {"sampler": "the engine's log-probs are the anchor", "recompute": "old log-probs are recomputed"}[anchor]
         same, other, engine = (_format_gap(gap.ratio) for _, gap in self._gaps())
         lines = [
@@ -123,6 +123,24 @@ class Floor:
         else:
             shares = [f"{100 * gap.clipped:.3g} %" for _, gap in self._gaps() if gap.clipped is not None]
             lines.append(f"outside the clip band of {self.band:.1e}: {', '.join(shares)} of {self.unit}; {chosen}")
+        return [*lines, *self._warnings(anchor)]
+
+    def verdict(self, anchor: str) -> list[str]:
+        """Lines to print: whether the numerics are fine, and warnings. The report has the numbers (`lines`)."""
+        warnings = [each for each in self._warnings(anchor) if each.startswith("warning: ")]
+        if warnings:
+            return ["numerics are not fine (all numbers in the report):", *warnings]
+        if anchor == "recompute":
+            why = ": the engine's own are not exact enough" if self.fills_the_band else ""
+            return [
+                "numerics are fine: with nothing trained the ratio is exactly 1; old log-probs are recomputed"
+                f"{why} (numbers in the report)"
+            ]
+        where = "close to 1, and nothing is clipped" if self.band is None else "well inside the clip band"
+        return [f"numerics are fine: with nothing trained the ratio is {where} (numbers in the report)"]
+
+    def _warnings(self, anchor: str) -> list[str]:
+        lines = []
         if self.band is not None and self.fills_the_band:
             gap = f"engine and trainer differ by up to {self.engine.bounded:.1e} where {self.band / 3:.1e} would be safe"
             warning = f"warning: {gap}: the clip will act on what nobody trained"

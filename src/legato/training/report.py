@@ -10,6 +10,7 @@ import torch
 
 from legato.core.rollout import Group
 from legato.core.sums import Histogram, Sums, Total
+from legato.core.world import OneProcess, World
 from legato.objectives.slots import State
 from legato.training.probe import Floor
 from legato.training.source import Tally
@@ -74,16 +75,22 @@ class UpdateNumbers:
     report: Report
     without_gradient: int
     savable: float
+    """The share of the computed tokens that were responses of rows without a gradient."""
     norm: float
     """Of the gradient, before it was clipped."""
 
 
-def fetch_numbers(updates: Sequence[tuple[Report, torch.Tensor]]) -> list[UpdateNumbers]:
+def fetch_numbers(updates: Sequence[tuple[Report, torch.Tensor]], world: World | None = None) -> list[UpdateNumbers]:
     """The numbers of a step's updates, from (report, gradient norm) of each. The host waits here, once a step."""
-    table = torch.stack([torch.stack([r.without_gradient.to(norm), r.savable.to(norm), norm]) for r, norm in updates])
+    world = OneProcess() if world is None else world
+    fetched = torch.stack(
+        [torch.stack([r.without_gradient.to(norm), r.savable.to(norm), norm]) for r, norm in updates]
+    ).cpu()
+    # These add up over ranks. The norm is of the whole gradient already.
+    counts = world.sum_table(fetched[:, :2])
     return [
-        UpdateNumbers(report=report, without_gradient=int(dead), savable=savable, norm=norm)
-        for (report, _), (dead, savable, norm) in zip(updates, table.tolist(), strict=True)
+        UpdateNumbers(report=report, without_gradient=int(dead), savable=savable / max(1, report.tokens_read), norm=norm)
+        for (report, _), (dead, savable), norm in zip(updates, counts.tolist(), fetched[:, 2].tolist(), strict=True)
     ]
 
 

@@ -13,17 +13,18 @@ from legato.core.fields import choice, flag, integer, number
 from legato.core.scope import Scope
 from legato.core.settings import settings
 from legato.core.sums import Sums, fetch
-from legato.core.texts import Texts
 from legato.core.world import OneProcess, World
 from legato.diagnostics.metrics.repetition import repetition
 from legato.objectives.slots import State
 from legato.policy.model.reference import Reference
 from legato.policy.policy import Policy
 from legato.training.anchor import anchor, estimator_reads_anchor, first_update_anchors_itself
-from legato.training.details import details
+from legato.training.details import details, spread_marks
 from legato.training.optimizer import Optimizer
 from legato.training.plan import Update, plan
 from legato.training.probe import Floor, UnsafeAnchorError, probe
+from legato.training.ranks.join import DEADLINE_SECONDS
+from legato.training.ranks.same import check_step, digest
 from legato.training.report import (
     Clock,
     StepReport,
@@ -88,6 +89,20 @@ class TrainingSettings:
         "two",
         default="auto",
         says="'one': every row forward and backward; 'two': rows without a gradient are skipped; auto: the cheaper.",
+    )
+    shard: str = choice(
+        "optimizer",
+        "layers",
+        default="optimizer",
+        says="What several processes divide among them: 'optimizer', masters and moments, while each has all weights; or"
+        " 'layers', the weights and gradients of the layers too, for models that do not fit otherwise.",
+        resume="free",
+    )
+    rank_deadline_seconds: float = number(
+        default=DEADLINE_SECONDS,
+        says="With several processes: how long they may wait for one of them before the run ends and says what each did.",
+        above=0.0,
+        resume="free",
     )
     skip_silent_rows: bool = flag(
         default=True,
@@ -170,17 +185,18 @@ class Trainer:
         tables = Tables.from_batch(batch, self.policy.device).with_routes(self.policy.routers, self.settings.routing_replay)
         if self.settings.router_noise:
             tables = tables.with_router_noise(self.settings.router_noise, self.settings.seed, self.steps_done)
-        updates = self._plan(batch.texts)
         floor = self._probe(tables)
         # Where the estimator reads no scores, advantages come first: rows without one need no old log-probs.
         scores_first = estimator_reads_anchor(self.algorithm)
         tables = tables if scores_first else tables.with_advantages(self.algorithm)
+        updates = self._plan(tables)
         tables = self._score_old_policy(tables, updates)
         tables = tables.with_advantages(self.algorithm) if scores_first else tables
         silent = self._silent_rows(tables)
+        self._compare_ranks(tables, updates)
         clock.end("anchor")
         done = [self._update(tables, update, silent, marked=bool(detailed)) for update in updates]
-        numbers = fetch_numbers(done)
+        numbers = fetch_numbers(done, self.world)
         self._note_savable(updates, numbers)
         self.source.on_publish(self.source.version + 1)
         self.steps_done += 1
@@ -195,7 +211,7 @@ class Trainer:
                 **state_metrics(self.state),
                 **rollout_metrics(tally),
                 "rollouts/repetition": repetition(batch.texts.tokens, batch.texts.lengths),
-                **time_metrics(clock.seconds, tally),
+                **time_metrics(self.world.gather(clock.seconds)[0], tally),
             },
             groups=tuple(groups),
             floor=floor,
@@ -206,25 +222,46 @@ class Trainer:
         )
 
     def _details(self, tables: Tables, reports: list[Report], most: int) -> tuple[dict[str, Any], ...]:
-        marks = [(number, report.marks) for number, report in enumerate(reports) if report.marks is not None]
-        return details(tables, marks, self.policy.tokenizer, most)
+        marks = [spread_marks(report.marks, tables, self.world) for report in reports]
+        known = [(number, mark) for number, mark in enumerate(marks) if mark is not None]
+        return details(tables, known, self.policy.tokenizer, most)
 
     def _report_without_update(self, tally: Tally, clock: Clock) -> StepReport:
         """The report of a step whose rollouts cannot be trained on. Only the place in the data moves on."""
         self.steps_done += 1
         # Dynamic sampling drops groups that are all right: no update was lost then.
         applied = {} if tally.groups and tally.all_right == tally.groups else {"update/applied": 0.0}
-        metrics = {**rollout_metrics(tally), **applied, **time_metrics(clock.seconds, tally)}
+        metrics = {**rollout_metrics(tally), **applied, **time_metrics(self.world.gather(clock.seconds)[0], tally)}
         return StepReport(step=self.steps_done, metrics=metrics, groups=(), floor=None, unscorable=dict(tally.reasons))
 
-    def _plan(self, texts: Texts) -> list[Update]:
+    def _compare_ranks(self, tables: Tables, updates: list[Update]) -> None:
+        """End the run if ranks have come apart: in what they sampled and scored, in the plan, or in a choice."""
+        if self.world.size == 1:
+            return
+        batch, texts = tables.batch, tables.texts
+        facts = {
+            "sampled tokens": digest(texts.prompts, texts.tokens, texts.lengths, texts.mask, batch.sampler_logprobs),
+            "rewards": digest(batch.rewards),
+            "advantages": digest(tables.advantages, tables.keep, tables.returns),
+            "old log-probs": digest(tables.old_logprobs, tables.ref_logprobs, tables.old_values),
+            "plan of updates": digest(*(rows for update in updates for rows in update.micro_batches)),
+            "state of adaptive parts": read_state(self.state),
+            "anchor": self.anchor_choice,
+            "data position": self.source.drawn,
+            "updates done": self.optimizer.updates,
+        }
+        check_step(self.world, self.steps_done, facts)
+
+    def _plan(self, tables: Tables) -> list[Update]:
         return plan(
-            texts,
+            tables.texts,
             updates=self.settings.updates_per_step,
             epochs=self.settings.epochs_per_step,
             tokens_per_pack=self.settings.tokens_per_pack,
             seed=self.settings.seed + 1_000_003 * self.steps_done,
             packing=self.policy.packing,
+            ranks=self.world.size,
+            silent=self._silent_rows(tables) if self.world.size > 1 and tables.advantages is not None else None,
         )
 
     def _probe(self, tables: Tables) -> Floor | None:
@@ -233,7 +270,8 @@ class Trainer:
             return None
         floor = probe(self.policy, self.algorithm, tables, self.settings.tokens_per_pack, self.state)
         wanted = self.settings.anchor
-        if wanted == "sampler" and not self.probed and floor.fills_the_band and not self.settings.accept_unsafe_anchor:
+        refuses = wanted == "sampler" and not self.probed and not self.settings.accept_unsafe_anchor
+        if refuses and self.world.agree(int(floor.fills_the_band)):
             raise UnsafeAnchorError(floor)
         self.probed = self.probed or self.source.settled
         if wanted == "auto":
@@ -241,7 +279,8 @@ class Trainer:
             unsafe = self.world.agree(int(not floor.sampler_is_safe or self.policy.routers is not None))
             self.anchor_choice = "recompute" if unsafe else "sampler"
         if self.state:
-            self.state = self.algorithm.calibrated(self.state, noise=floor.noise(self.anchor_choice == "sampler"))
+            noise = max(self.world.gather(floor.noise(self.anchor_choice == "sampler")))
+            self.state = self.algorithm.calibrated(self.state, noise=noise)
         return floor
 
     def _score_old_policy(self, tables: Tables, updates: list[Update]) -> Tables:
@@ -262,6 +301,8 @@ class Trainer:
             silent=silent,
             replay=self.settings.routing_replay,
             shift=needs_router_shift(algorithm),
+            whole_update=algorithm.scope is Scope.UPDATE,
+            world=self.world,
         )
 
     def _silent_rows(self, tables: Tables) -> torch.Tensor | None:
@@ -275,7 +316,7 @@ class Trainer:
         algorithm = self.algorithm
         if "uniform" in needs(algorithm):
             tables = tables.with_uniform(self.settings.seed, self.optimizer.updates)
-        counts = self.world.sum_counts(count_update(algorithm, tables, update))
+        counts = count_update(algorithm, tables, update)  # every rank has the tables of all rows
         passes = {"one": 1, "two": 2}.get(self.settings.update_passes) or self.world.agree(
             self._cheaper_passes(update.index)
         )
@@ -291,13 +332,14 @@ class Trainer:
             load_balance=self.settings.load_balance,
             marked=marked,
             look=self.look,
+            world=self.world,
         )
         self.between_updates = False
         self.source.before_update()
         norm, _ = self.optimizer.step()
         # An update whose rows were all silent has no sums.
-        if self.state and report.sums:
-            self.state = algorithm.advance(self.state, self.world.sum_metrics(report.sums), first=update.is_first)
+        if self.state and (sums := self.world.sum_metrics(report.sums)):
+            self.state = algorithm.advance(self.state, sums, first=update.is_first)
         return report, norm
 
     def _note_savable(self, updates: list[Update], numbers: list[UpdateNumbers]) -> None:

@@ -7,7 +7,7 @@ gradient whatever the policy computes (silent rows: advantage 0, no penalties) a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ from legato.core.outcome import Coefficients, Outcome
 from legato.core.scope import Scope
 from legato.core.signals import Signals
 from legato.core.sums import Mean, Sums, Total
+from legato.core.world import OneProcess, World
 from legato.diagnostics.metrics.measure import measure
 from legato.objectives.slots import State
-from legato.policy.experts.routing import Balance, Directions, Traffic
+from legato.policy.experts.routing import Balance, Directions, Routed, Traffic
 from legato.policy.policy import Channels, Policy
 from legato.training.details import Marks
 from legato.training.plan import Update
+from legato.training.ranks.idle import count_idle_passes, run_idle_passes
 from legato.training.tables import Tables, needs_router_shift
 
 BREAK_EVEN = 1 / 3
@@ -54,9 +56,11 @@ class Report:
     silent: int
     """How many rows were left out because their advantage is 0 and no penalty applies."""
     without_gradient: Tensor
-    """How many of the scored rows had only coefficients of 0. On the device: reading it waits for the update."""
+    """How many of the rows this rank scored had only coefficients of 0. On the device: reading it waits for the update."""
     savable: Tensor
-    """The share of the computed tokens that were responses of such rows. On the device."""
+    """The tokens of the responses of such rows. On the device."""
+    tokens_read: int
+    """The tokens of all rows that are not silent, on all ranks, with each prompt once."""
     passes: int
     marks: Marks | None = None
     """Coefficients and log-ratios of each token, if `marked`."""
@@ -83,49 +87,62 @@ def update_gradient(
     load_balance: float = 0.0,
     marked: bool = False,
     look: Callable[[Look], None] | None = None,
+    world: World | None = None,
 ) -> Report:
     """Add the gradient of the loss of this update to the parameters; `marked`: the report has the marks of each token.
+
+    With several ranks each adds the gradient of its share of the rows, normalised by the counts of the whole update, and
+    reports that share: reports add up over ranks.
 
     `load_balance` is the coefficient of the routers' own loss. It needs two passes, the first of which counts the choices
     of the whole update, and all rows in both, since every token has a gradient at the routers: `silent` must be None.
     `look` is called once with the signals and the outcome.
     """
+    world = OneProcess() if world is None else world
     rows = update.rows
-    parts = [part if silent is None else part[~silent[part]] for part in update.micro_batches]
+    parts = [part if silent is None else part[~silent[part]] for part in update.share(world.rank)]
     parts = [part for part in parts if len(part)]
     two = passes == 2 or algorithm.scope is Scope.UPDATE or load_balance > 0
     work = _Work(
         policy=policy,
         algorithm=algorithm,
         tables=tables,
+        update=update,
         rows=rows,
         groups=tables.dense_groups(rows),
         counts=counts,
         state=state,
-        first=update.is_first,
         load_balance=load_balance,
+        world=world,
     )
-    sums, dead, marks = Sums(), torch.zeros(0, dtype=torch.bool, device=tables.device), None
-    if parts:
-        signals, outcome, routing = (_two_passes if two else _one_pass)(work, parts)
-        sums, dead = measure(signals, outcome) + routing, ~_rows_with_gradient(outcome.field)
-        marks = Marks.from_outcome(torch.cat(parts), signals, outcome) if marked else None
+    done = (_two_passes if two else _one_pass)(work, parts)
+    sums, dead, marks, lengths = (
+        done.routing,
+        torch.zeros(0, dtype=torch.bool, device=tables.device),
+        None,
+        tables.mask[:0, 0],
+    )
+    if done.signals is not None and done.outcome is not None:
+        signals, outcome = done.signals, done.outcome
+        sums, dead = measure(signals, outcome) + sums, ~_rows_with_gradient(outcome.field)
+        lengths = tables.mask[to_device(done.rows, tables.device)].sum(1)
+        marks = Marks.from_outcome(done.rows, signals, outcome) if marked else None
         if look is not None:
-            look(Look(update=update, rows=torch.cat(parts), signals=signals, outcome=outcome))
-    lengths = tables.mask[to_device(torch.cat(parts), tables.device)].sum(1) if parts else dead
+            look(Look(update=update, rows=done.rows, signals=signals, outcome=outcome))
     return Report(
         sums=sums,
         rows=len(rows),
-        silent=len(rows) - sum(map(len, parts)),
+        silent=0 if silent is None else int(silent[rows].sum()),
         without_gradient=dead.sum(),
-        savable=(lengths * dead).sum() / max(1, sum(_tokens_read(policy, tables, part) for part in parts)),
+        savable=(lengths * dead).sum(),
+        tokens_read=_tokens_read(policy, tables, rows if silent is None else rows[~silent[rows]]),
         passes=2 if two else 1,
         marks=marks,
     )
 
 
 def _tokens_read(policy: Policy, tables: Tables, rows: Tensor) -> int:
-    """How many tokens the body reads for a micro-batch of these rows."""
+    """How many tokens the body reads for these rows, if they are one micro-batch."""
     texts, groups = tables.texts, tables.texts.group[rows]
     prompts = texts.prompt_lengths[torch.unique(groups) if policy.packing and policy.shared_prompts else groups]
     return int(prompts.sum() + texts.lengths[rows].sum())
@@ -144,15 +161,15 @@ class _Work:
     policy: Policy
     algorithm: Algorithm
     tables: Tables
+    update: Update
     rows: Tensor
-    """On the host, ascending."""
+    """All rows of the update, on the host, ascending."""
     groups: Tensor
     """The group of each of these rows, dense over the update."""
     counts: Counts
     state: State
-    first: bool
-    """Whether no update of the step has moved the policy yet."""
     load_balance: float
+    world: World
 
     def directions(self, rows: Tensor) -> Directions | None:
         """The routing directions for passes over these rows; None without routers."""
@@ -173,7 +190,9 @@ class _Work:
         """The signals of some rows of the update."""
         device = self.tables.device
         groups = to_device(self.groups[torch.searchsorted(self.rows, rows)], device)
-        return self.tables.signals(to_device(rows, device), groups, channels, self.tables.anchors_itself(rows), self.first)
+        return self.tables.signals(
+            to_device(rows, device), groups, channels, self.tables.anchors_itself(rows), self.update.is_first
+        )
 
     def evaluate(self, signals: Signals) -> Outcome:
         return self.algorithm.evaluate(signals, self.counts, self.state)
@@ -184,11 +203,24 @@ class _Work:
         return int(self.tables.texts.lengths.max())
 
 
-def _one_pass(work: _Work, parts: list[Tensor]) -> tuple[Signals, Outcome, Sums]:
-    """Signals and outcome over all rows, and sums about routing. Adds the gradient to the parameters."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Done:
+    """What a rank reports of an update: signals and outcome of some rows, and sums about routing."""
+
+    rows: Tensor
+    """On the host, in the order of the signals."""
+    signals: Signals | None = None
+    """None: the rank has nothing to report."""
+    outcome: Outcome | None = None
+    routing: Sums = field(default_factory=Sums)
+
+
+def _one_pass(work: _Work, parts: list[Tensor]) -> _Done:
+    """Forward, objective and backward of each micro-batch. Adds the gradient to the parameters."""
     # If no part weighs by routing, the routers' choices are only needed for the metrics at the end.
     reads_routing = needs_router_shift(work.algorithm)
     scores, traffic = list[Channels](), list[Traffic | None]()
+    idle = count_idle_passes(work.policy, len(parts), work.world)
     for rows in parts:
         with work.policy.accumulate_gradient(work.tables.texts, rows, work.directions(rows)) as forward:
             for piece in forward.pieces():
@@ -197,47 +229,126 @@ def _one_pass(work: _Work, parts: list[Tensor]) -> tuple[Signals, Outcome, Sums]
                 piece.backward(outcome.field)
                 scores.append(piece.channels.widen(work.width))
         traffic.append(forward.traffic)
+    run_idle_passes(work.policy, work.tables.texts, idle, backward=True)
+    if not parts:
+        return _Done(rows=torch.zeros(0, dtype=torch.int64))
     # Metrics are of the whole update. Joining the outcomes of the pieces would add loss terms in another order, and a piece
     # is only as wide as its longest row: sums would differ in their last bits with the cut into pieces. So the objective is
     # evaluated once more for all rows; that is some 250 small operations an update, whatever the number of rows.
-    signals = work.signals(torch.cat(parts), Channels.join(scores))
-    return signals, work.evaluate(signals), _count_missing_routes(work, traffic)
+    rows = torch.cat(parts)
+    signals = work.signals(rows, Channels.join(scores))
+    return _Done(rows=rows, signals=signals, outcome=work.evaluate(signals), routing=_count_missing_routes(work, traffic))
 
 
-def _two_passes(work: _Work, parts: list[Tensor]) -> tuple[Signals, Outcome, Sums]:
+def _two_passes(work: _Work, parts: list[Tensor]) -> _Done:
     """Like `_one_pass`. The first pass has no gradient; the second runs only the rows that have coefficients."""
-    texts, rows = work.tables.texts, torch.cat(parts)
-    scores = [work.policy.score(texts, part, work.directions(part)) for part in parts]
-    signals = work.signals(rows, Channels.join([channels.widen(work.width) for channels in scores]))
-    outcome = work.evaluate(signals)
+    idle = count_idle_passes(work.policy, len(parts), work.world)
+    scores = [work.policy.score(work.tables.texts, part, work.directions(part)) for part in parts]
+    run_idle_passes(work.policy, work.tables.texts, idle)
     traffic = [channels.traffic for channels in scores]
+    balance, measures = _load_balance(work, traffic)
+    routing = _count_missing_routes(work, traffic) + measures
+    rows = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    channels = Channels.join([channels.widen(work.width) for channels in scores]) if scores else None
     del scores  # the joined table holds the same numbers
-    balance, measures = _load_balance(work, traffic, signals)
-    alive = _rows_with_gradient(outcome.field).cpu() if balance is None else torch.ones(len(rows), dtype=torch.bool)
-    for numbers in _refill_micro_batches(work, rows, parts, alive):
+    if work.world.size > 1 and work.algorithm.scope is Scope.UPDATE:
+        return _backward_of_share(work, parts, rows, channels, balance, routing)
+    signals = outcome = None
+    if channels is not None:
+        signals = work.signals(rows, channels)
+        outcome = work.evaluate(signals)
+    _second_pass(work, rows, parts, None if outcome is None else outcome.field, balance)
+    return _Done(rows=rows, signals=signals, outcome=outcome, routing=routing)
+
+
+def _backward_of_share(
+    work: _Work, parts: list[Tensor], rows: Tensor, channels: Channels | None, balance: Balance | None, routing: Sums
+) -> _Done:
+    """The second pass where coefficients depend on all rows: every rank computes all of them and uses its own.
+
+    Rank 0 reports for all.
+    """
+    update, everything = work.update, torch.cat(work.update.micro_batches)
+    # Micro-batches are in the order of ranks, so the rows of this rank lie together.
+    first = sum(map(len, [part for rank in range(work.world.rank) for part in update.share(rank)]))
+    own = slice(first, first + len(rows))
+    signals = work.signals(everything, _spread_channels(work, channels, own))
+    outcome = work.evaluate(signals)
+    _second_pass(work, rows, parts, outcome.field.rows(own), balance)
+    if work.world.rank:
+        return _Done(rows=everything[:0], routing=routing)
+    return _Done(rows=everything, signals=signals, outcome=outcome, routing=routing)
+
+
+def _second_pass(
+    work: _Work, rows: Tensor, parts: list[Tensor], coefficients: Coefficients | None, balance: Balance | None
+) -> None:
+    """Forward and backward of the rows that have a coefficient; `coefficients` are those of `rows`, None without rows."""
+    batches: list[Tensor] = []
+    if parts and coefficients is not None:
+        alive = _rows_with_gradient(coefficients).cpu() if balance is None else torch.ones(len(rows), dtype=torch.bool)
+        batches = _refill_micro_batches(work, rows, parts, alive)
+    idle = count_idle_passes(work.policy, len(batches), work.world)
+    for numbers in batches:
         directions = work.directions(rows[numbers])
         if directions is not None:
             directions = replace(directions, record=False, balance=balance)
-        with work.policy.accumulate_gradient(texts, rows[numbers], directions) as forward:
+        with work.policy.accumulate_gradient(work.tables.texts, rows[numbers], directions) as forward:
             start = 0
             for piece in forward.pieces():
+                assert coefficients is not None
                 chosen = to_device(numbers[start : start + len(piece.rows)], work.tables.device)
                 start += len(piece.rows)
-                piece.backward(_cut_to_width(outcome.field.rows(chosen), piece.channels.logprobs.shape[1]))
-    return signals, outcome, _count_missing_routes(work, traffic) + measures
+                piece.backward(_cut_to_width(coefficients.rows(chosen), piece.channels.logprobs.shape[1]))
+    run_idle_passes(work.policy, work.tables.texts, idle, backward=True)
 
 
-def _load_balance(work: _Work, traffic: list[Traffic | None], signals: Signals) -> tuple[Balance | None, Sums]:
-    """The load-balance loss of the update and its metric; None if it is off."""
-    known = [each for each in traffic if each is not None]
-    if not work.load_balance or not known:
+def _spread_channels(work: _Work, channels: Channels | None, own: slice) -> Channels:
+    """The channels of all rows of the update, each from the rank that scored it; `own` are the rows of this rank."""
+    device, policy, shape = work.tables.device, work.policy, (len(work.rows), work.width)
+
+    def spread(table: Tensor | None, dtype: torch.dtype, *rest: int) -> Tensor:
+        whole = torch.zeros(*shape, *rest, dtype=dtype, device=device)
+        if table is not None:
+            whole[own] = table
+        return work.world.sum_table(whole)
+
+    mine = channels.routed if channels is not None else None
+    routers, routed = policy.routers, None
+    if routers is not None:
+        routed = Routed(
+            experts=spread(None if mine is None else mine.experts, routers.index, *routers.shape),
+            logprobs=spread(None if mine is None else mine.logprobs, policy.dtype, *routers.shape),
+            entropy=spread(None if mine is None else mine.entropy, policy.dtype),
+        )
+    values = None
+    if policy.value_head is not None:
+        values = spread(None if channels is None else channels.values, policy.dtype)
+    return Channels(
+        logprobs=spread(None if channels is None else channels.logprobs, policy.dtype),
+        entropy=spread(None if channels is None else channels.entropy, policy.dtype),
+        values=values,
+        routed=routed,
+    )
+
+
+def _load_balance(work: _Work, traffic: list[Traffic | None]) -> tuple[Balance | None, Sums]:
+    """The load-balance loss of the update and its metric, which rank 0 reports; None if it is off."""
+    if not work.load_balance:
         return None, Sums()
-    choices, mass = (torch.stack([getattr(each, name) for each in known]).sum(0) for name in ("choices", "mass"))
-    tokens = signals.mask.lengths.sum(dtype=torch.float64).clamp(min=1)
+    routers, device = work.policy.routers, work.tables.device
+    assert routers is not None, "checked before the run began"
+    empty = torch.zeros(len(routers.modules), routers.experts, dtype=torch.float64, device=device)
+    known = [each for each in traffic if each is not None]
+    choices, mass = (
+        work.world.sum_table(torch.stack([getattr(each, name) for each in known]).sum(0) if known else empty)
+        for name in ("choices", "mass")
+    )
+    tokens = work.tables.mask[to_device(work.rows, device)].sum(dtype=torch.float64).clamp(min=1)
     shares = choices / choices.sum(-1, keepdim=True).clamp(min=1)
     value = (shares * mass / tokens).sum(-1).mean() * shares.shape[1]
     balance = Balance(shares=shares, tokens=tokens, scale=work.load_balance)
-    return balance, Sums({"router/balance": Total(value)})
+    return balance, Sums() if work.world.rank else Sums({"router/balance": Total(value)})
 
 
 def _count_missing_routes(work: _Work, traffic: list[Traffic | None]) -> Sums:

@@ -4,7 +4,7 @@ import { showCurves, redraw } from "/charts.js";
 import { showRollouts, rolloutKey } from "/rollouts.js";
 
 export const state = { runs: [], chosen: [], tab: "curves" };
-const colours = ["#3b82f6", "#f59e0b", "#10b981", "#8b5cf6", "#db2777", "#06b6d4", "#ef4444", "#84cc16", "#64748b", "#f97316"];
+const colours = ["#2f7fe8", "#d97706", "#0e9f7e", "#7c3aed", "#db2777", "#0891b2", "#dc2626", "#65a30d", "#64748b", "#f97316"];
 const runColours = new Map(), rows = new Map();
 const at = id => document.getElementById(id);
 
@@ -91,6 +91,11 @@ const listed = () => state.runs.filter(run => rows.has(run.id) && rows.get(run.i
 
 // Views
 
+const stepWords = steps => {
+  const first = steps[0], last = steps.at(-1), span = first === last ? "step " + first : "steps " + first + " to " + last;
+  return steps.length > 1 ? steps.length + " times, " + span : span;
+};
+
 const views = {
   curves: showCurves,
   rollouts: showRollouts,
@@ -100,7 +105,7 @@ const views = {
       make("ul", {}, ...lines.map(textContent => make("li", { textContent }))))] : [];
     const items = findings.map(each => make("div", { className: "finding" },
       make("span", {}, make("span", { className: "badge " + each.level, textContent: each.what })),
-      make("span", { className: "dim", textContent: "step " + each.step }),
+      make("span", { className: "dim", textContent: stepWords(each.steps) }),
       make("div", {}, make("b", { textContent: each.words }),
         make("div", { className: "dim", textContent: each.run + (each.rule ? ", rule " + each.rule : "") }),
         ...advice("likely", each.causes), ...advice("try", each.tries)),
@@ -183,7 +188,7 @@ async function poll() {
     list();
     if (first) performance.mark("list");
     const running = runs.filter(run => run.running).length;
-    tell(runs.length + " runs, " + running + " running");
+    tell(runs.length + (runs.length === 1 ? " run, " : " runs, ") + running + " running");
     if (first || changed || failed) await show(!first);
   } catch (error) {
     tell("No answer from legato dashboard: " + error.message, true);
@@ -197,6 +202,9 @@ function start() {
   state.chosen = requested.length ? requested : state.runs.slice(0, 4).map(run => run.id);
   state.tab = words.get("tab") in views ? words.get("tab") : "curves";
 }
+
+// Someone pastes the address of another view, or follows a link to it.
+addEventListener("hashchange", () => { start(); list(); at("view").replaceChildren(); show(); });
 
 // Keys and buttons
 

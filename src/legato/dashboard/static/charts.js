@@ -3,7 +3,8 @@ import { ask, colourOf, make, short, state, tell } from "/board.js";
 
 const first = ["eval/accuracy_sampled", "reward/mean", "accuracy/mean", "length/mean", "entropy/mean", "clip/sequences",
   "ratio/sequence_std", "gradient/norm"];
-const chosen = { keys: [...first], logarithmic: new Set(), smooth: 1, join: false };
+const chosen = { keys: [...first], logarithmic: new Set(), smooth: 1, join: false, relative: false };
+let titles = {};
 const drawn = new Map();
 // Marks of more runs than this could not be told apart, nor could the names of more curves.
 const mostMarked = 4, mostNamed = 12;
@@ -40,20 +41,28 @@ function splitAtBreaks({ breaks, ...columns }) {
 
 const joinWithGaps = parts => parts.flatMap((part, index) => index ? [null, ...part] : part);
 
-function traces(curves) {
-  const data = [], few = curves.length <= 4;
+// Without a `last` the run has made no step yet.
+const place = (step, last) => chosen.relative ? step / (last || 1) : step;
+
+// A logarithmic axis has no place for 0: the edges of a band lie at `least` there, and a line has a gap.
+function traces(curves, least) {
+  const data = [], few = curves.length <= 4, edge = value => least === null ? value : Math.max(value, least);
   for (const curve of curves) {
     const colour = colourOf(curve.run), name = plain(curve.name);
-    const whole = splitAtBreaks(curve), evaluated = curve.key.startsWith("eval/");
+    const whole = splitAtBreaks({ ...curve, x: curve.x.map(step => place(step, curve.last)) }), evaluated = curve.key.startsWith("eval/");
     if (few) for (const part of whole) if (part.low.some((value, index) => value !== part.high[index])) {
-      const edge = { type: "scatter", mode: "lines", x: part.x, line: { width: 0 }, hoverinfo: "skip", showlegend: false,
+      const side = { type: "scatter", mode: "lines", x: part.x, line: { width: 0 }, hoverinfo: "skip", showlegend: false,
         legendgroup: name, name: name + ", least to largest" };
-      data.push({ ...edge, y: part.low }, { ...edge, y: part.high, fill: "tonexty", fillcolor: colour + "26" });
+      data.push({ ...side, y: part.low.map(edge) }, { ...side, y: part.high.map(edge), fill: "tonexty", fillcolor: colour + "26" });
     }
+    // A mean over evaluations, which are few, would show another accuracy than was measured.
+    const y = joinWithGaps(whole.map(part => movingAverage(part.mean, evaluated ? 1 : chosen.smooth)))
+      .map(value => value === null || least === null || value > 0 ? value : null);
     // A point between two gaps has no line that would show it.
-    const sizes = joinWithGaps(whole.map(part => part.x.map(() => evaluated || part.x.length === 1 ? 5 : 0)));
+    const isAlone = index => y[index] !== null && (y[index - 1] ?? null) === null && (y[index + 1] ?? null) === null;
+    const sizes = y.map((_, index) => evaluated || isAlone(index) ? 5 : 0);
     data.push({ type: "scatter", mode: sizes.some(size => size) ? "lines+markers" : "lines", x: joinWithGaps(whole.map(part => part.x)),
-      y: joinWithGaps(whole.map(part => movingAverage(part.mean, chosen.smooth))), name, legendgroup: name,
+      y, name, legendgroup: name,
       line: { color: colour, width: few ? 2 : 1.2 }, marker: { size: sizes.map(size => size || 0), color: colour, line: { width: 0 } } });
   }
   return data;
@@ -61,12 +70,12 @@ function traces(curves) {
 
 // Findings as a marker at the upper edge and a vertical line, in the colour of their run.
 function markTraces(marks) {
-  const places = new Map();
-  for (const mark of marks) {
-    const place = JSON.stringify([mark.run, mark.step]), there = places.get(place) || { ...mark, labels: [] };
+  const places = new Map(), lasts = new Map(state.runs.map(run => [run.id, run.step]));
+  for (const mark of marks.flatMap(mark => mark.steps.map(step => ({ ...mark, step: place(step, lasts.get(mark.run)) })))) {
+    const here = JSON.stringify([mark.run, mark.step]), there = places.get(here) || { ...mark, labels: [] };
     there.labels.push(plain(mark.what + ", " + (mark.rule || mark.words)));
     if (mark.level === "alarm") there.level = "alarm";
-    places.set(place, there);
+    places.set(here, there);
   }
   const each = [...places.values()];
   const shapes = each.map(mark => ({ type: "line", x0: mark.step, x1: mark.step, y0: 0, y1: 1, yref: "paper",
@@ -84,10 +93,12 @@ function card(key) {
   const plot = make("div", { className: "plot" });
   const log = make("button", { type: "button", textContent: "log", title: "Logarithmic axis" });
   const removeButton = make("button", { type: "button", textContent: "\u00d7", title: "Take this figure away" });
-  removeButton.setAttribute("aria-label", "Take " + key + " away");
-  const buttons = saveButtons(plot, key);
+  const title = titles[key] || key, note = make("figcaption");
+  removeButton.setAttribute("aria-label", "Take " + title + " away");
+  const buttons = saveButtons(plot, title);
   buttons.append(log, removeButton);
-  const figure = make("figure", { className: "card" }, buttons, make("h3", { textContent: key }), plot);
+  const figure = make("figure", { className: "card" }, make("h3", { textContent: title }), buttons,
+    make("code", { className: "keys", textContent: key }), note, plot);
   figure.dataset.key = key;
   log.addEventListener("click", () => {
     if (!chosen.logarithmic.delete(key)) chosen.logarithmic.add(key);
@@ -99,20 +110,24 @@ function card(key) {
     drawn.delete(key);
     figure.remove();
   });
-  return { figure, plot, curves: [], marks: [] };
+  return { figure, plot, note, curves: [], marks: [] };
 }
 
 function draw(key) {
-  const { plot, curves, marks } = drawn.get(key);
+  const { plot, note, curves, marks } = drawn.get(key), asked = chosen.logarithmic.has(key);
+  const least = asked ? Math.min(...curves.flatMap(curve => curve.mean.filter(value => value > 0))) : null;
+  const logarithmic = asked && least < Infinity;
+  note.textContent = asked && !logarithmic ? "No value is above 0, so the axis is linear." : "";
   // Plotly writes powers with a style attribute, which the content security policy of this page forbids.
-  const axis = { exponentformat: "e", ...(chosen.logarithmic.has(key) ? { type: "log" } : {}) };
+  const axis = { exponentformat: "e", ...(logarithmic ? { type: "log" } : {}) };
   const { shapes, data } = markTraces(marks);
   // The names of the curves stand once above all figures; a figure that is saved has them with it.
-  const layout = { xaxis: { title: { text: "step" } }, yaxis: axis, shapes, uirevision: key, hovermode: "x unified",
+  const xaxis = chosen.relative ? { title: { text: "share of the run" }, tickformat: ".0%" } : { title: { text: "step" } };
+  const layout = { xaxis, yaxis: axis, shapes, uirevision: key + chosen.relative, hovermode: "x unified",
     showlegend: false, meta: { named: curves.length > 1 && curves.length <= mostNamed } };
   if (data.length) layout.yaxis2 = { overlaying: "y", range: [0, 1], visible: false, fixedrange: true };
   if (curves.length > mostNamed) layout.hovermode = "closest";
-  window.Plotly.react(plot, [...traces(curves), ...data], { ...themed(layout), margin: { l: 56, r: 14, t: 14, b: 40 } }, plotting);
+  window.Plotly.react(plot, [...traces(curves, logarithmic ? least : null), ...data], { ...themed(layout), margin: { l: 56, r: 14, t: 14, b: 40 } }, plotting);
 }
 
 function legend(curves) {
@@ -134,9 +149,10 @@ function sketch({ plot, curves }) {
   };
   const ends = of => curves.reduce(([low, high], curve) => of(curve).reduce(
     ([least, most], value) => [Math.min(least, value), Math.max(most, value)], [low, high]), [Infinity, -Infinity]);
-  const [left, right] = ends(curve => curve.x), [low, high] = ends(curve => curve.mean);
+  const across = curve => curve.x.map(step => place(step, curve.last));
+  const [left, right] = ends(across), [low, high] = ends(curve => curve.mean);
   const svg = make("svg", { viewBox: "0 0 1000 500", preserveAspectRatio: "none", width: "100%", height: "100%" });
-  for (const curve of curves) for (const part of splitAtBreaks(curve)) {
+  for (const curve of curves) for (const part of splitAtBreaks({ ...curve, x: across(curve) })) {
     const points = part.x.map((x, index) => (1000 * (x - left) / (right - left || 1)).toFixed(1) + "," +
       (480 - 460 * (part.mean[index] - low) / (high - low || 1)).toFixed(1)).join(" ");
     svg.append(make("polyline", { points, fill: "none", stroke: colourOf(curve.run), "stroke-width": 2,
@@ -161,10 +177,15 @@ function controls(place) {
   const smooth = make("select", { id: "smooth" }, ...[[1, "as it is"], [5, "5 points"], [15, "15 points"], [41, "41 points"]]
     .map(([value, text]) => make("option", { value, textContent: text })));
   smooth.addEventListener("change", () => { chosen.smooth = Number(smooth.value); redraw(); });
+  const across = make("select", { id: "axis" }, ...[["steps", "steps"], ["share", "share of each run"]]
+    .map(([value, text]) => make("option", { value, textContent: text })));
+  across.value = chosen.relative ? "share" : "steps";
+  across.title = "Over the share of each run a short run is as wide as a long one";
+  across.addEventListener("change", () => { chosen.relative = across.value === "share"; redraw(); });
   const join = make("input", { type: "checkbox", checked: chosen.join });
   join.addEventListener("change", () => { chosen.join = join.checked; showCurves(place, {}); });
   const note = make("span", { className: "dim", id: "note" });
-  return make("div", { className: "bar" }, add, make("datalist", { id: "quantities" }), make("label", {}, "Smooth ", smooth),
+  return make("div", { className: "bar" }, add, make("datalist", { id: "quantities" }), make("label", {}, "Smooth ", smooth), make("label", {}, "Over ", across),
     make("label", {}, join, " Join seeds"), note);
 }
 
@@ -179,7 +200,8 @@ export async function showCurves(place, { late = () => false }) {
   const grid = place.querySelector(".figures"), list = document.getElementById("quantities");
   if (!grid) return;
   if (list.childElementCount !== answer.keys.length)
-    list.replaceChildren(...answer.keys.map(key => make("option", { value: key })));
+    list.replaceChildren(...answer.keys.map(key => make("option", { value: key, label: answer.titles[key] })));
+  titles = answer.titles;
   for (const key of chosen.keys) {
     const curves = answer.curves.filter(curve => curve.key === key);
     if (!curves.length) { drawn.get(key)?.figure.remove(); continue; }

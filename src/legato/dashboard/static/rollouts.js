@@ -12,6 +12,7 @@ const query = { run: "", step: "", text: "", verdict: "", stop: "", shortest: ""
 let colouring = "ratio", opened = null, rows = [];
 // An answer that comes after a later question is dropped.
 let listing = 0, opening = 0;
+const narrow = matchMedia("(max-width: 900px)");
 
 // With digits enough to tell it from 1.
 const ratio = log => String(Number(Math.exp(log).toPrecision(Math.min(8, Math.max(4, 3 - Math.floor(Math.log10(Math.abs(log) || 1)))))));
@@ -103,11 +104,11 @@ async function list(keep = false) {
       cells[index].className = "text";
       cells[index].replaceChildren(make("span", { textContent: text, dir: "auto" }));
     }
-    cells[3].className = row.accuracy === null ? "" : row.accuracy >= 1 ? "good" : "bad";
+    judge(cells[3], row.accuracy);
     const line = make("tr", { className: "row", tabIndex: 0 }, ...cells);
     line.dataset.number = number;
-    line.addEventListener("click", () => open(row));
-    line.addEventListener("keydown", event => { if (event.key === "Enter") open(row); });
+    line.addEventListener("click", () => read(row));
+    line.addEventListener("keydown", event => { if (event.key === "Enter") read(row); });
     return line;
   });
   const more = answer.unsearched ? answer.more + " more are not listed, and " + answer.unsearched + " older steps were not searched"
@@ -117,8 +118,38 @@ async function list(keep = false) {
     make("table", {}, make("thead", {}, make("tr", {}, ...head.map(text => make("th", { textContent: text })))), make("tbody", {}, ...body)));
   place.dataset.count = rows.length;
   if (keep && opened) mark();
-  else if (rows.length) await open(rows.find(row => row.measured) || rows[0]);
+  else if (rows.length) await open(rows.find(row => row.measured && row.advantage) || rows.find(row => row.measured) || rows[0]);
   else document.getElementById("detail").replaceChildren();
+}
+
+// Right and wrong have a sign as well as a colour.
+function judge(cell, accuracy) {
+  if (accuracy === null) return;
+  cell.className = accuracy >= 1 ? "right" : "wrong";
+  cell.prepend(accuracy >= 1 ? "\u2713 " : "\u2717 ");
+  cell.title = cell.className;
+}
+
+// On a narrow page the rollout takes the place of the list, which would be screens above it.
+function read(row) {
+  document.querySelector(".split").classList.add("reading");
+  open(row);
+  if (narrow.matches) document.querySelector(".split").scrollIntoView();
+}
+
+function backToList() {
+  document.querySelector(".split").classList.remove("reading");
+  document.querySelector("#list tr[aria-selected=true]")?.scrollIntoView({ block: "center" });
+}
+
+function turnPages() {
+  const button = (textContent, action) => {
+    const each = make("button", { type: "button", textContent });
+    each.addEventListener("click", action);
+    return each;
+  };
+  return make("div", { className: "bar pages" }, button("\u2190 All rollouts", backToList),
+    button("Before", () => move(-1)), button("Next", () => move(1)));
 }
 
 function mark() {
@@ -126,7 +157,8 @@ function mark() {
     const row = rows[line.dataset.number];
     line.setAttribute("aria-selected", opened !== null && row.step === opened.step && row.index === opened.index);
   }
-  document.querySelector("#list tr[aria-selected=true]")?.scrollIntoView({ block: "nearest" });
+  // On a narrow page the list is as long as the page, which stays where it is.
+  if (!narrow.matches) document.querySelector("#list tr[aria-selected=true]")?.scrollIntoView({ block: "nearest" });
 }
 
 async function open(row, whole = false) {
@@ -145,7 +177,7 @@ async function open(row, whole = false) {
   const text = make("pre", { textContent: rollout.text, dir: "auto", id: "text" });
   const rest = make("button", { type: "button", textContent: "Show the other " + rollout.left.toLocaleString("en") + " characters" });
   rest.addEventListener("click", () => open(row, true));
-  detail.replaceChildren(
+  detail.replaceChildren(turnPages(),
     make("div", { className: "tag", textContent: facts.filter(Boolean).join(" \u00b7 ") }),
     make("h3", { textContent: "Prompt" }), make("pre", { textContent: rollout.prompt, dir: "auto" }),
     ...(rollout.details ? [strip(rollout)] : [make("p", { className: "dim", textContent: "No tokens of this response were measured." })]),
@@ -210,9 +242,11 @@ function group(rollout) {
   const largest = Math.max(...rollout.siblings.map(each => Math.abs(each.advantage || 0)), 0);
   const body = rollout.siblings.map(each => {
     const size = largest ? Math.ceil(5 * Math.abs(each.advantage || 0) / largest - 1e-9) : 0;
+    const reward = make("td", { textContent: short(each.reward) });
+    judge(reward, each.accuracy);
     const line = make("tr", { className: "row", tabIndex: 0 }, make("td", { textContent: each.index === rollout.index ? "this" : "" }),
       make("td", { className: "text" }, make("span", { textContent: each.text, dir: "auto" })),
-      make("td", { textContent: short(each.reward), className: each.accuracy === null ? "" : each.accuracy >= 1 ? "good" : "bad" }),
+      reward,
       make("td", { textContent: short(each.advantage), className: size ? (each.advantage < 0 ? "m" : "p") + size : "" }),
       make("td", { textContent: short(each.tokens) }));
     line.addEventListener("click", () => open(each));
@@ -226,13 +260,16 @@ function group(rollout) {
       make("tbody", {}, ...body))];
 }
 
+function move(by) {
+  const next = rows[rows.findIndex(row => row.step === opened.step && row.index === opened.index) + by];
+  if (next) open(next);
+  return Boolean(next);
+}
+
 export function rolloutKey(event) {
-  const move = { j: 1, k: -1 }[event.key];
-  if (move && opened) {
-    const here = rows.findIndex(row => row.step === opened.step && row.index === opened.index);
-    const next = rows[here + move];
-    if (!next) return;
-    open(next);
+  const by = { j: 1, k: -1 }[event.key];
+  if (by && opened) {
+    if (!move(by)) return;
     // Else a tab that was clicked would keep the arrows, which are for tokens now.
     document.querySelector("#list tr[aria-selected=true]")?.focus({ preventScroll: true });
   } else if (["ArrowLeft", "ArrowRight"].includes(event.key) && !event.target.closest("#tokens, [role=tablist]")) {

@@ -17,6 +17,26 @@ def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def clustered_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of one value per problem; Wilson's where every value is 0 or 1.
+
+    The normal interval is empty if all values are equal, and a set that was answered wrong throughout is no proof of 0.
+    """
+    if all(value in (0.0, 1.0) for value in values):
+        return wilson_interval(math.fsum(values), len(values))
+    return mean_interval(values)
+
+
+def difference_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of `after - before` over the same problems, and its 95 % interval (paired, by problem)."""
+    changes = [new - old for old, new in zip(before, after, strict=True)]
+    mean = math.fsum(changes) / len(changes)
+    if len(changes) < 2:
+        return mean, -1.0, 1.0
+    half = _Z * math.sqrt(math.fsum((x - mean) ** 2 for x in changes) / (len(changes) - 1) / len(changes))
+    return mean, max(-1.0, mean - half), min(1.0, mean + half)
+
+
 def mean_interval(means: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of a mean over problems. Samples of one problem are not independent; problems are."""
     count = len(means)

@@ -3,6 +3,7 @@
 Adapters are never merged for sampling, so the sampler and the trainer compute with the same numbers.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,19 @@ class Lora:
 def with_lora(model: Any, lora: Lora, saved: Path | None = None, *, seed: int = 0) -> Any:
     """Wrap the model with adapters, new (drawn from `seed`) or loaded from the folder `saved`. Only adapters are trained."""
     try:
-        from peft import LoraConfig, PeftModel, get_peft_model
+        import peft  # noqa: F401
     except ImportError:
         raise InputError("policy.lora needs peft: pip install 'legato[lora]'") from None
+    # peft adapts the experts of a mixture as one parameter, gate_up_proj, and gives it a rank of its own. It then looks for
+    # that pattern among modules alone and warns that it was ignored, although the parameter has that rank.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*_pattern keys did not match .*gate_up_proj", RuntimeWarning)
+        return _wrap(model, lora, saved, seed)
+
+
+def _wrap(model: Any, lora: Lora, saved: Path | None, seed: int) -> Any:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
     if saved is not None:
         return PeftModel.from_pretrained(model, str(saved), is_trainable=True)
     config = LoraConfig(

@@ -1,24 +1,27 @@
 """Loading a policy: tiny models, SmolLM2, a local folder, a hub name, or a module given in Python."""
 
+import contextlib
 import fnmatch
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError
+from torch import Tensor, nn
 
 from legato.core.fields import choice, flag, flag_or, texts
 from legato.core.settings import optional_table, settings, table
 from legato.errors import InputError
 from legato.policy.model import selfcheck
 from legato.policy.model.adapters import Lora, with_lora
+from legato.policy.model.folder import check_folder, means_a_folder
 from legato.policy.model.smollm2 import smollm2_folder
 from legato.policy.model.tiny import TinyShape, character_tokenizer, tiny_model
 from legato.policy.model.upcycle import Upcycling, upcycle, without_grouped_float64
-from legato.policy.policy import Policy, ValueHead
+from legato.policy.policy import Policy, ValueHead, local_part
 
 
 @settings()
@@ -107,19 +110,91 @@ def load_policy(
     return policy
 
 
+def load_without_weights(model: str, loading: Loading, *, seed: int = 0, saved: Path | None = None) -> Policy:
+    """A policy that samples elsewhere: tokenizer, sizes and generation settings, its weights on the device "meta"."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    _no_progress_bars()
+    if saved is None or loading.lora is not None:
+        if model in ("tiny", "tiny-moe"):
+            tokenizer, module = _build_dense(model, loading, torch.float32, None, seed)
+            return Policy(model=module.to("meta"), tokenizer=tokenizer, name=model)
+        folder = str(smollm2_folder()) if model == "smollm2" else model
+    else:
+        folder = str(saved)
+    path = Path(folder)
+    if path.exists() or means_a_folder(folder):
+        _check_folder(path.expanduser(), loading.trust_remote_code)
+        folder = str(path.expanduser())
+    where = f"policy.model = {folder!r}"
+    common: dict[str, Any] = {
+        "trust_remote_code": loading.trust_remote_code,
+        "local_files_only": path.exists() or _use_cache(folder, where),
+    }
+    auto_class: Any = AutoModelForCausalLM
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **common)
+        config = AutoConfig.from_pretrained(folder, **common)
+        with torch.device("meta"):
+            module = auto_class.from_config(config, trust_remote_code=loading.trust_remote_code)
+    except Exception as error:  # any exception of a library over a broken file is bad input
+        raise InputError(f"{where}: its tokenizer or its configuration could not be loaded: {_reason(error)}") from None
+    with contextlib.suppress(OSError):  # without the file, the model's own settings hold
+        module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=common["local_files_only"])
+    return Policy(model=module, tokenizer=tokenizer, name=model)
+
+
 def take_weights(policy: Policy, saved: Path, trust_remote_code: bool = False) -> None:
     """Copy the weights of a saved model folder into a policy in place: tensors keep their addresses."""
+    copy_weights(policy, read_weights(policy, saved, trust_remote_code))
+
+
+def read_weights(policy: Policy, saved: Path, trust_remote_code: bool = False) -> dict[str, Tensor]:
+    """The weights of a saved model folder, on the host; for a policy with adapters those of the adapters.
+
+    InputError if they are not weights of this policy: other names or shapes.
+    """
     if hasattr(policy.model, "disable_adapter"):
-        from peft import set_peft_model_state_dict
+        from peft import get_peft_model_state_dict
         from peft.utils import load_peft_weights
 
-        set_peft_model_state_dict(policy.model, load_peft_weights(str(saved), device="cpu"))
+        if not (saved / "adapter_config.json").is_file():
+            raise InputError(f"expected a folder of adapters (adapter_config.json) for {policy.name}, got {saved}")
+        try:
+            weights = dict(load_peft_weights(str(saved), device="cpu"))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise InputError(f"expected adapters in {saved}, got files that cannot be read: {_reason(error)}") from None
+        own: dict[str, Tensor] = get_peft_model_state_dict(policy.model)
+    else:
+        dtype = policy.model.get_input_embeddings().weight.dtype
+        _, module = _load_pretrained(str(saved), dtype, trust_remote_code)
+        weights, own = module.state_dict(), policy.model.state_dict()
+    for name, tensor in own.items():
+        if name not in weights or weights[name].shape != tensor.shape:
+            got = tuple(weights[name].shape) if name in weights else "none"
+            raise InputError(
+                f"expected weights of {policy.name}, got other ones: {name} should have the shape {tuple(tensor.shape)}, got"
+                f" {got} ({saved})"
+            )
+    return {name: weights[name] for name in own}
+
+
+def copy_weights(policy: Policy, weights: Mapping[str, Tensor]) -> None:
+    """Copy what `read_weights` returned into the policy in place."""
+    if hasattr(policy.model, "disable_adapter"):
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(policy.model, dict(weights))
         return
-    _, module = _load_pretrained(str(saved), policy.dtype, trust_remote_code)
-    weights = module.state_dict()
     with torch.no_grad():
         for name, tensor in policy.model.state_dict().items():
-            tensor.copy_(weights[name])
+            local = local_part(tensor)
+            if local is tensor:
+                tensor.copy_(weights[name])
+            elif len(local):
+                mesh = tensor.device_mesh
+                first = -(-len(tensor) // mesh.size()) * mesh.get_local_rank()
+                local.copy_(weights[name][first : first + len(local)])
 
 
 def _no_progress_bars() -> None:
@@ -273,27 +348,13 @@ def _adapter_words(where: str, base: Any) -> str:
     )
 
 
-def means_a_folder(name: str) -> bool:
-    """Whether a name is a path and no hub name, whose form is NAME or OWNER/NAME, even if nothing is there.
-
-    OWNER may be a folder here: then NAME is looked for in that folder and not on the hub, unless models of OWNER are there.
-    """
-    path = Path(name).expanduser()
-    if name.startswith((".", "/", "~", "runs/")) or len(path.parts) > 2:
-        return True
-    return len(path.parts) == 2 and path.parent.exists() and next(path.parent.glob("*/config.json"), None) is None
-
-
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _check_folder(path: Path, trust_remote_code: bool) -> None:
     where = f"policy.model = {str(path)!r}"
-    if not path.exists():
-        raise InputError(f"{where}: there is no such folder; a folder with config.json, weights and tokenizer is needed")
-    if not path.is_dir():
-        raise InputError(f"{where} is a file; the folder that holds config.json, weights and tokenizer is needed")
+    check_folder(path)
     if (path / "adapter_config.json").is_file():
         raise InputError(_adapter_words(where, _read_base(path / "adapter_config.json")))
     if not (path / "config.json").is_file():

@@ -7,7 +7,7 @@ Without graphs the same step runs eagerly, also on a CPU (in Triton's interprete
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from legato.policy.kernels.layers import add_norm, swiglu
 from legato.policy.kernels.sample import sample
 from legato.policy.layers.fused import Parts, run_body_without_backward, why_not
 from legato.policy.policy import Policy
-from legato.rollouts.engine import Capabilities, Finished, Handle, Job, JobEngine, Limits, Request, Response
+from legato.rollouts.engine import Capabilities, Finished, Handle, Job, JobEngine, Limits, Progress, Request, Response
 from legato.rollouts.gpu import budget
 from legato.rollouts.gpu.buckets import BUCKETS, Bucket
 from legato.rollouts.gpu.capture import capture, graph_pool
@@ -95,7 +95,7 @@ class GraphedEngine(JobEngine):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        return Capabilities(routes=self.routers is not None)
+        return Capabilities(routes=self.routers is not None, partial=True)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
         handles = super().submit(requests, sampling, limits)
@@ -111,6 +111,14 @@ class GraphedEngine(JobEngine):
             if complete := self.report_complete():
                 return complete
         return self._with_less_memory_if_needed(self._decode)
+
+    def decode_briefly(self, watched: Collection[Handle] = ()) -> Progress:
+        return self._with_less_memory_if_needed(lambda: self._decode_few(watched))
+
+    def reserve(self, prompt_tokens: int, response_tokens: int) -> None:
+        rows = self.rows_at_once
+        wanted = Room(slots=rows, prompts=rows, prompt_tokens=prompt_tokens, response_tokens=response_tokens)
+        self._with_less_memory_if_needed(lambda: self._prepare(wanted.within(self.rows_at_once)))
 
     def cancel(self, handle: Handle) -> None:
         super().cancel(handle)
@@ -155,6 +163,25 @@ class GraphedEngine(JobEngine):
                 del self.jobs[one.handle]
             self._end_burst_when_idle()
         return finished
+
+    def _decode_few(self, watched: Collection[Handle]) -> Progress:
+        """Decode a few steps of the requests of one kind."""
+        if self._seedless:
+            self._seedless = False
+            self.report_complete()  # requests without seeds: there is nothing to report
+        if self._scheduler is None:
+            if not self._waiting:
+                return Progress()
+            self._begin_burst()
+        self._join_waiting()
+        scheduler = self._scheduler
+        assert scheduler is not None
+        responses, partial = scheduler.decode_briefly(watched)
+        ended = self.end_responses(responses)
+        for handle in {job.handle for job, _, _ in responses} - set(self.jobs):
+            scheduler.drop_job(handle)
+        self._end_burst_when_idle()
+        return Progress(ended=ended, partial=tuple(partial))
 
     def _begin_burst(self) -> None:
         """Create a scheduler for the requests of one kind at the head of the queue."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from legato.core.rollout import StopReason
-from legato.rollouts.engine import Handle, Job, Response, make_responses
+from legato.rollouts.engine import Handle, Job, Response, make_responses, token_versions
 from legato.rollouts.gpu.slots import KVStore, Tables, device_ints
 from legato.rollouts.local.routes import with_routes
 
@@ -25,6 +25,8 @@ class Row:
     """The entry of its prompt."""
     versions: list[tuple[int, int]]
     """(first token, policy version from that token on)"""
+    reported: int = 0
+    """How many tokens were reported before the end."""
 
 
 class Landing:
@@ -65,7 +67,7 @@ class Landing:
             if row in cut:
                 lengths[place], texts[place] = cut.pop(row)
                 stops[place] = StopReason.STOP_STRING
-        versions = [_token_versions(row.versions, length) for row, length in zip(self.rows, lengths, strict=True)]
+        versions = [token_versions(row.versions, length) for row, length in zip(self.rows, lengths, strict=True)]
         responses = make_responses(tokenizer, self.tokens, self.logprobs, self.kept_logmass, lengths, stops, texts, versions)
         if self.routes is not None:
             assert self.routers is not None
@@ -74,14 +76,6 @@ class Landing:
                 for row, response, routes_written in zip(self.rows, responses, self.routes, strict=True)
             ]
         return list(zip(self.rows, responses, strict=True))
-
-
-def _token_versions(versions: Sequence[tuple[int, int]], length: int) -> Tensor:
-    """[length]: the policy version of each token, from (first token, version) pairs."""
-    table = torch.empty(length, dtype=torch.int64)
-    for start, version in versions:
-        table[start:] = version
-    return table
 
 
 def to_host(values: Tensor) -> Tensor:

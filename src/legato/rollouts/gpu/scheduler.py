@@ -7,7 +7,7 @@ waited for together with the next slot copy.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -15,17 +15,22 @@ import torch
 from torch import Tensor
 
 from legato.policy.policy import Policy
-from legato.rollouts.engine import Finished, Handle, Job, Response
+from legato.rollouts.engine import Finished, Handle, Job, Partial, Response, token_versions
 from legato.rollouts.gpu.buckets import Bucket
 from legato.rollouts.gpu.landing import Landing, Row, prompt_routes
 from legato.rollouts.gpu.prefill import Opening, PartialResponse, read_prompts, reread
 from legato.rollouts.gpu.prefixes import PrefixIndex, copy_prefixes
-from legato.rollouts.gpu.slot_copy import SlotCopy
+from legato.rollouts.gpu.slot_copy import LatestTokens, SlotCopy
 from legato.rollouts.gpu.slots import KVStore, device_ints
 from legato.rollouts.sampling import Choice, Sampling
 
 _COPY_EVERY = 8
 """Steps between two copies of the finished flags. A finished row idles for at most twice as many."""
+
+_LATEST = 4 * _COPY_EVERY + 1
+"""How many of the last tokens a slot copy holds if responses are watched: enough if every fourth copy is looked at.
+
+A response that was admitted after a copy has one token more than the steps since."""
 
 
 @runtime_checkable
@@ -114,21 +119,73 @@ class Scheduler:
         """Decode until a job is complete; [] if none is left."""
         self._admit_if_worth_it()
         while self.active:
-            # Steps beyond the longest response would advance no row.
-            steps = min(_COPY_EVERY, self.until - self.steps)
-            if steps > 0:
-                self._advance(steps)
-            if steps > 0 or not self.pending_copies:
-                self.pending_copies.append(self.free_copies.pop().start(dict(self.active)))
-            if len(self.pending_copies) == 2 or steps <= 0:
-                copy = self.pending_copies.popleft().wait()
-                self.free_copies.append(copy)
+            copy = self._decode_few()
+            if copy is not None:
                 # Responses found finished by the last slot copy were copied before the steps that run now.
-                finished = self._land()
+                finished = self._finish(self._land())
                 self._collect(copy)
                 if finished:
                     return finished
-        return self._land()
+        return self._finish(self._land())
+
+    def decode_briefly(self, watched: Collection[Handle]) -> tuple[list[tuple[Job, int, Response]], list[Partial]]:
+        """Decode a few steps: the responses that ended, and new tokens of the `watched` jobs. Jobs stay until `drop_job`."""
+        self._admit_if_worth_it()
+        copy = None
+        if self.active:
+            copy = self._decode_few(any(row.job.handle in watched for row in self.active.values()))
+        landed = self._land() if copy is not None or not self.active else []
+        if copy is not None:
+            self._collect(copy)
+        ended = [(row.job, row.place, response) for row, response in landed if row.job.handle in self.jobs]
+        return ended, [] if copy is None else self._partial(copy, watched)
+
+    def drop_job(self, handle: Handle) -> None:
+        """Remove a job whose responses have all been reported."""
+        del self.jobs[handle]
+        self.prompt_routes.pop(handle, None)
+
+    def _decode_few(self, latest: bool = False) -> SlotCopy | None:
+        """Enqueue a few steps and a slot copy; returns the slot copy before it once that has arrived, None without one.
+
+        With `latest` the new slot copy holds the last tokens of every slot.
+        """
+        # Steps beyond the longest response would advance no row.
+        steps = min(_COPY_EVERY, self.until - self.steps)
+        if steps > 0:
+            self._advance(steps)
+        if steps > 0 or not self.pending_copies:
+            self.pending_copies.append(self.free_copies.pop().start(dict(self.active), latest * _LATEST))
+        if len(self.pending_copies) < 2 and steps > 0:
+            return None
+        copy = self.pending_copies.popleft().wait()
+        self.free_copies.append(copy)
+        return copy
+
+    def _partial(self, copy: SlotCopy, watched: Collection[Handle]) -> list[Partial]:
+        """The new tokens of responses that were decoding at the time of a slot copy and still are."""
+        if copy.latest is None:
+            return []
+        rows = [row for slot, row in copy.rows.items() if self.active.get(slot) is row and row.job.handle in watched]
+        return [new for row in rows if (new := self._new_tokens(row, copy.latest)) is not None]
+
+    def _new_tokens(self, row: Row, latest: LatestTokens) -> Partial | None:
+        start, end = row.reported, int(latest.counts[row.slot])
+        if end <= start:
+            return None
+        if end - start <= latest.tokens.shape[1]:
+            tokens, logprobs = (table[row.slot, start - end :].clone() for table in (latest.tokens, latest.logprobs))
+        else:  # watched only now: earlier tokens are still in the slot
+            tokens, logprobs = (table[row.slot, start:end].cpu() for table in (self.store.tokens, self.store.logprobs))
+        row.reported = end
+        return Partial(
+            handle=row.job.handle,
+            place=row.place,
+            start=start,
+            tokens=tokens,
+            logprobs=logprobs,
+            version=token_versions(row.versions, end)[start:],
+        )
 
     # Decoding
 
@@ -262,19 +319,26 @@ class Scheduler:
                     break
         return stopped
 
-    def _land(self) -> list[Finished]:
-        """Wait for the responses being copied to the host and return the jobs they complete."""
-        finished = []
+    def _land(self) -> list[tuple[Row, Response]]:
+        """Wait for the responses being copied to the host and return them."""
+        landed = []
         for landing in self.landings:
             for row, response in landing.wait(
                 self.engine.policy.tokenizer, self.kind.end_tokens, self.cut, self.prompt_routes
             ):
                 self._index_texts(row, response)
-                row.job.responses[row.place] = response
-                if row.job.complete and self.jobs.pop(row.job.handle, None) is not None:
-                    self.prompt_routes.pop(row.job.handle, None)
-                    finished.append(row.job.finish())
+                landed.append((row, response))
         self.landings.clear()
+        return landed
+
+    def _finish(self, landed: Sequence[tuple[Row, Response]]) -> list[Finished]:
+        """Store responses in their jobs; remove and return the jobs that they complete."""
+        finished = []
+        for row, response in landed:
+            row.job.responses[row.place] = response
+            if row.job.complete and row.job.handle in self.jobs:
+                self.drop_job(row.job.handle)
+                finished.append(row.job.finish())
         return finished
 
     def _index_texts(self, row: Row, response: Response) -> None:

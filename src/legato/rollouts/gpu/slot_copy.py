@@ -1,10 +1,35 @@
 """Asynchronous copies of the slots' state to the host, made while the next steps already run."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from legato.rollouts.gpu.landing import Row
+from legato.rollouts.gpu.landing import Row, to_host
 from legato.rollouts.gpu.slots import KVStore
+
+
+@dataclass(frozen=True, slots=True)
+class LatestTokens:
+    """The last tokens of every slot, on their way to the host. A slot's newest token is in the last column."""
+
+    counts: Tensor
+    """[slots]: how many tokens of the response have been sampled."""
+    tokens: Tensor
+    """[slots, width]"""
+    logprobs: Tensor
+    """[slots, width]"""
+
+    @classmethod
+    def copy(cls, store: KVStore, width: int) -> "LatestTokens":
+        width = min(width, store.room.response_tokens)
+        columns = store.sampled_count[:, None] - width + torch.arange(width, device=store.device)
+        columns = columns.clamp(min=0)
+        return cls(
+            to_host(store.sampled_count.clone()),
+            to_host(store.tokens.gather(1, columns)),
+            to_host(store.logprobs.gather(1, columns)),
+        )
 
 
 class SlotCopy:
@@ -20,13 +45,16 @@ class SlotCopy:
         self.event = torch.cuda.Event() if store.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.rows: dict[int, Row] = {}
         """slot -> its response at the time of the copy; the slot may have been reassigned since"""
+        self.latest: LatestTokens | None = None
+        """The last tokens of every slot, if they are wanted."""
 
     def _pinned(self, like: Tensor) -> Tensor:
         return torch.empty_like(like, device="cpu", pin_memory=self.store.device.type == "cuda")
 
-    def start(self, rows: dict[int, Row]) -> "SlotCopy":
-        """Enqueue the copy after everything enqueued so far."""
+    def start(self, rows: dict[int, Row], latest: int = 0) -> "SlotCopy":
+        """Enqueue the copy after everything enqueued so far; `latest` says how many of the last tokens are wanted."""
         self.rows = rows
+        self.latest = LatestTokens.copy(self.store, latest) if latest else None
         self.done.copy_(self.store.done, non_blocking=True)
         if self.texts is not None:
             self.texts[0].copy_(self.store.tokens, non_blocking=True)

@@ -2,6 +2,7 @@
 
 Rows are grouped into blocks of equal size, each block of one prompt. Attention over the prompt's keys is one matrix product
 per block; attention over response keys is one per row. If prompts have different numbers of rows, some places stay empty.
+Rows of another decoder may join later. All rows write the same column, so the keys of a row that joined start further right.
 """
 
 import torch
@@ -57,9 +58,13 @@ class Blocks:
         self.body, self.packed, self.owner, self.limit = body, packed, owner, limit
         self.every = every
         """Whether the last layer computes all prompt tokens; recording routes needs them."""
+        self.lengths, self.width = packed.prefix_lengths, packed.prefix.shape[1]
+        """The length of each prompt, and the longest."""
         self.positions = packed.prefix_lengths[owner]
         self.column = 0
         """The column of the next response keys, equal for all rows."""
+        self.starts: Tensor | None = None
+        """[n]: the first column with a response key of each row; None: all 0."""
         self.prompts: dict[int, tuple[Tensor, ...]] = {}
         """By layer: keys and values of the blocks' prompts, [B * K, P, D]."""
         self.own: dict[int, tuple[Tensor, ...]] = {}
@@ -67,11 +72,12 @@ class Blocks:
         self._arrange()
 
     def _arrange(self) -> None:
-        lengths, width = self.packed.prefix_lengths, self.packed.prefix.shape[1]
-        self.arrangement = _Arrangement(self.owner, width, (self.column + self.limit) // 2)
-        unseen = torch.arange(width) >= lengths[self.arrangement.prompts, None]
+        self.arrangement = _Arrangement(self.owner, self.width, (self.column + self.limit) // 2)
+        unseen = torch.arange(self.width) >= self.lengths[self.arrangement.prompts, None]
         self.unseen = unseen[:, None, None] if bool(unseen.any()) else None
         """[B, 1, 1, P]: True at prompt padding; None if there is none."""
+        self.block_starts = None if self.starts is None else self.arrangement.spread(self.starts)[:, None, :, None, None]
+        """[B, 1, size, 1, 1]: `starts` laid out as blocks."""
 
     def first(self) -> Tensor:
         """Prefill the prompts; logits [n, V] of the first token of each row."""
@@ -115,6 +121,9 @@ class Blocks:
         if self.unseen is not None:
             scores.view(-1, heads, *scores.shape[1:]).masked_fill_(self.unseen, -torch.inf)
         later = torch.bmm(queries.reshape(len(own_keys), -1, width), own_keys.transpose(1, 2))
+        if self.block_starts is not None:
+            before = torch.arange(self.column + 1) < self.block_starts
+            later.view(-1, heads, place.size, *later.shape[1:]).masked_fill_(before, -torch.inf)
         weights = torch.cat([scores, later.reshape(*scores.shape[:2], -1)], 2).softmax(2)
         output = torch.bmm(weights[:, :, :start], prompt_values)
         output.view(len(own_keys), -1, width).baddbmm_(weights[:, :, start:].reshape(*later.shape), own_values)
@@ -125,6 +134,11 @@ class Blocks:
         """Drop all other rows and lay out the remaining ones again."""
         before = self.arrangement
         self.owner, self.positions = self.owner[rows], self.positions[rows]
+        first = 0
+        if self.starts is not None:
+            first = int(self.starts[rows].min())
+            starts = self.starts[rows] - first
+            self.starts = starts if bool(starts.any()) else None
         self._arrange()
         source = before.places[rows][self.arrangement.rows()]
         block, inside = source // before.size, source % before.size
@@ -133,11 +147,67 @@ class Blocks:
                 table.view(len(before.prompts), -1, *table.shape[1:])[block[:, 0]].flatten(0, 1)
                 for table in self.prompts[layer]
             )
-            self.own[layer] = tuple(self._move(table, block, inside) for table in self.own[layer])
+            self.own[layer] = tuple(self._move(table, block, inside, first) for table in self.own[layer])
+        self.column -= first
 
-    def _move(self, table: Tensor, block: Tensor, inside: Tensor) -> Tensor:
-        """The written columns of a table, copied into the new arrangement."""
-        columns = table[:, :, :, : self.column].transpose(1, 2)[block, inside].transpose(1, 2)
+    def _move(self, table: Tensor, block: Tensor, inside: Tensor, first: int) -> Tensor:
+        """The written columns of a table from `first` on, copied into the new arrangement."""
+        columns = table[:, :, :, first : self.column].transpose(1, 2)[block, inside].transpose(1, 2)
         new = table.new_zeros(*columns.shape[:3], *table.shape[3:])
-        new[:, :, :, : self.column] = columns
+        new[:, :, :, : self.column - first] = columns
         return new
+
+    def join(self, other: "Blocks") -> None:
+        """Add the rows of another decoder and lay out all rows again."""
+        parts = (self, other)
+        used = [(part, part._used_prompts()) for part in parts]
+        lengths = torch.cat([part.lengths[prompts] for part, (prompts, _) in used])
+        tokens = [part.column - part._starts() for part in parts]
+        column = max(int(counts.max()) for counts in tokens)
+        room = column + max(part.limit - part.column for part in parts)
+        width = int(lengths.max())
+        prompt_tables = {
+            layer: [
+                torch.cat([part._prompt_table(layer, kind, blocks, width) for part, (_, blocks) in used]) for kind in (0, 1)
+            ]
+            for layer in self.own
+        }
+        own_rows = {
+            layer: [torch.cat([part._own_rows(layer, kind, column, room) for part in parts]) for kind in (0, 1)]
+            for layer in self.own
+        }
+        owners = [torch.searchsorted(prompts, part.owner) for part, (prompts, _) in used]
+        self.owner = torch.cat([owners[0], owners[1] + len(used[0][1][0])])
+        self.positions = torch.cat([part.positions for part in parts])
+        starts = column - torch.cat(tokens)
+        self.starts = starts if bool(starts.any()) else None
+        self.lengths, self.width, self.column, self.limit = lengths, width, column, room
+        self._arrange()
+        for layer in self.own:
+            self.prompts[layer] = tuple(table[self.arrangement.prompts].flatten(0, 1) for table in prompt_tables[layer])
+            self.own[layer] = tuple(self.arrangement.spread(rows).transpose(1, 2).contiguous() for rows in own_rows[layer])
+
+    def _used_prompts(self) -> tuple[Tensor, Tensor]:
+        """The prompts that still have rows, and the first block of each."""
+        prompts, counts = torch.unique_consecutive(self.arrangement.prompts, return_counts=True)
+        return prompts, counts.cumsum(0) - counts
+
+    def _starts(self) -> Tensor:
+        """[n]: the first column with a response key of each row."""
+        return torch.zeros_like(self.owner) if self.starts is None else self.starts
+
+    def _prompt_table(self, layer: int, kind: int, blocks: Tensor, width: int) -> Tensor:
+        """[len(blocks), K, width, D]: keys (kind 0) or values (1) of the prompts of some blocks."""
+        table = self.prompts[layer][kind]
+        table = table.view(len(self.arrangement.prompts), -1, *table.shape[1:])[blocks]
+        missing = width - table.shape[2]
+        return torch.nn.functional.pad(table, (0, 0, 0, missing)) if missing > 0 else table[:, :, :width]
+
+    def _own_rows(self, layer: int, kind: int, column: int, room: int) -> Tensor:
+        """[n, K, room, D]: keys (kind 0) or values (1) of the responses, moved so that the last is before `column`."""
+        table = self.own[layer][kind]
+        rows = self.arrangement.gather_rows(table.transpose(1, 2).flatten(0, 1))
+        length = min(self.column, column)
+        moved = rows.new_zeros(len(rows), rows.shape[1], room, rows.shape[3])
+        moved[:, :, column - length : column] = rows[:, :, self.column - length : self.column]
+        return moved

@@ -3,10 +3,10 @@
 The prompts of a wave are prefilled once each. Then all responses decode together, one token per pass, and finished rows
 leave once a quarter of the batch has finished. On a CPU, known model families decode through `blocks.py`, which stores a
 group's prompt once. Other families use their own forward with a KV cache per response. Models without a
-usable cache recompute.
+usable cache recompute. `decode_briefly` decodes in streams (`stream.py`), which requests join and leave at any token.
 """
 
-from collections.abc import Callable
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,123 +15,29 @@ import torch
 from torch import Tensor
 
 from legato.core.rollout import StopReason
-from legato.policy.head.head import Head
 from legato.policy.layers.unrolled import Unrolled
-from legato.policy.layout.attention import Heads, as_bias, attend
 from legato.policy.layout.packs import Pack, pack
 from legato.policy.policy import Policy
-from legato.rollouts.engine import Capabilities, Finished, Handle, Job, JobEngine, Limits, Response, make_responses
+from legato.rollouts.engine import (
+    Capabilities,
+    Finished,
+    Handle,
+    Job,
+    JobEngine,
+    Limits,
+    Progress,
+    Response,
+    make_responses,
+)
 from legato.rollouts.local.agreement import disagreement
 from legato.rollouts.local.blocks import Blocks
+from legato.rollouts.local.cached import Cached
 from legato.rollouts.local.recompute import Recompute
 from legato.rollouts.local.routes import WaveRoutes
+from legato.rollouts.local.stream import COMPACT_AT, Decoder, MakeDecoder, Stream
 from legato.rollouts.prompts import prompt_texts
 from legato.rollouts.randomness import uniform
 from legato.rollouts.sampling import Choice, Sampling, choose
-
-_COMPACT_AT = 0.75
-"""Finished rows are dropped once at most this share still decodes: copying the KV cache costs a few passes."""
-
-
-class _Prefill:
-    """The view of a pack that copies each layer's keys and values into a KV cache."""
-
-    def __init__(self, packed: Pack, cache: "_Cache", rows: Tensor) -> None:
-        self.packed, self.cache, self.rows = packed, cache, rows
-
-    def attend(self, heads: Heads) -> Tensor:
-        self.cache.start(heads, self.packed, self.rows)
-        return self.packed.attend(heads)
-
-
-class _Cache:
-    """KV cache `[rows, heads, columns, width]` per layer. Prompts end at column P - 1; all rows write the same column."""
-
-    def __init__(self, prompt_lengths: Tensor, width: int, capacity: int) -> None:
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-        self.width, self.capacity, self.column = width, capacity, width
-        self.first = width - prompt_lengths
-        self._biases: dict[int | None, Tensor | None] = {}
-        self._even = bool((self.first == 0).all())
-
-    def start(self, heads: Heads, packed: Pack, rows: Tensor) -> None:
-        """Copy the prompts' keys and values to their rows, right-aligned."""
-        columns = torch.arange(self.width, device=rows.device)
-        shifted = (columns - self.first[:, None]).clamp(min=0)
-        index = packed.prefix[rows].gather(1, shifted)
-        for store, source in ((self.keys, heads.key), (self.values, heads.value)):
-            prompt_table = source[0].transpose(0, 1)[index].transpose(1, 2)
-            table = prompt_table.new_empty(len(rows), prompt_table.shape[1], self.capacity, prompt_table.shape[3])
-            table[:, :, : self.width] = prompt_table
-            store[heads.layer] = table
-
-    def attend(self, heads: Heads) -> Tensor:
-        keys, values = self.keys[heads.layer], self.values[heads.layer]
-        keys[:, :, self.column] = heads.key[:, :, 0]
-        values[:, :, self.column] = heads.value[:, :, 0]
-        end = self.column + 1
-        bias = self._bias(heads.window, heads.query)
-        return attend(heads, heads.query, keys[:, :, :end], values[:, :, :end], bias).transpose(1, 2)
-
-    def _bias(self, window: int | None, like: Tensor) -> Tensor | None:
-        """The attention bias of the new token; None if all prompts have one length and there is no window."""
-        if self._even and window is None:
-            return None
-        if window not in self._biases:
-            columns = torch.arange(self.column + 1, device=like.device)
-            visible = columns >= self.first[:, None]
-            if window is not None:
-                visible = visible & (columns > self.column - window)
-            self._biases[window] = as_bias(visible[:, None, None, :], like)
-        return self._biases[window]
-
-    def advance(self) -> None:
-        self.column += 1
-        self._biases.clear()
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all other rows."""
-        self.first = self.first[rows]
-        self._biases.clear()
-        for store in (self.keys, self.values):
-            for layer, table in store.items():
-                store[layer] = table.index_select(0, rows)
-
-
-class _Cached:
-    """Decodes a wave through the model's own forward with a KV cache."""
-
-    def __init__(self, policy: Policy, packed: Pack, owner: Tensor, limit: int) -> None:
-        self.policy, self.packed, self.owner = policy, packed, owner
-        lengths = packed.prefix_lengths[owner]
-        self.cache = _Cache(lengths, packed.prefix.shape[1], packed.prefix.shape[1] + limit)
-        self.positions = lengths.clone()
-        self.head = Head.from_body(policy.body)
-
-    def first(self) -> Tensor:
-        """Prefill each prompt once; logits [n, V] of the first token of each row."""
-        packed = self.packed
-        with self.policy.attending(_Prefill(packed, self.cache, self.owner)):
-            hidden = self.policy.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
-        return self.head.exact(hidden[packed.prompt_ends])[self.owner]
-
-    def next(self, tokens: Tensor) -> Tensor:
-        """Logits [n, V] after one more token of each row."""
-        with self.policy.attending(self.cache):
-            hidden = self.policy.hidden(tokens.unsqueeze(1), self.positions.unsqueeze(1))[:, 0]
-        self.positions = self.positions + 1
-        self.cache.advance()
-        return self.head.exact(hidden)
-
-    def keep(self, rows: Tensor) -> None:
-        self.cache.keep(rows)
-        self.positions = self.positions[rows]
-
-
-_Decoder = Blocks | _Cached | Recompute
-_MakeDecoder = Callable[[list[Tensor], Tensor, int], _Decoder]
-"""(prompts, the prompt of each row, largest number of response tokens) -> the decoder of a new wave"""
 
 
 @dataclass(slots=True)
@@ -173,31 +79,91 @@ class LocalEngine(JobEngine):
         self.routers = policy.routers if record_routes else None
         self._way = way
         """'blocks', 'cached' or 'recomputed'; None: not chosen yet."""
-        self._decoder_maker: tuple[int, _MakeDecoder] | None = None
+        self._decoder_maker: tuple[int, MakeDecoder] | None = None
         """(policy version, decoder factory for that version); None while nothing is outstanding."""
+        self._streams: dict[tuple[Sampling, tuple[str, ...], tuple[int, ...]], Stream] = {}
+        """The responses of `decode_briefly`, by what they have in common."""
+        self._serves = False
+        """Whether weights change by `publish` alone, so that copies of weights may be kept while nothing is outstanding."""
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         # Without a KV cache every token is read many times, so there is no single route to record.
-        return Capabilities(routes=self.routers is not None and self._choose_way() != "recomputed")
+        routes = self.routers is not None and self._choose_way() != "recomputed"
+        return Capabilities(routes=routes, partial=self.routers is None)
 
     def poll(self) -> list[Finished]:
         """Decode waves until a request is complete. Requests submitted meanwhile join the next wave."""
+        self._serves = False
         while self.jobs:
             finished = self.report_complete()
             if finished:
                 self._drop_copies_when_idle()
                 return finished
-            self._decode_wave()
+            if self._streams:  # begun by `decode_briefly`
+                for job, place, response in self._step_streams():
+                    job.responses[place] = response
+            else:
+                self._decode_wave()
         return []
 
     def cancel(self, handle: Handle) -> None:
+        job = self.jobs.get(handle)
         super().cancel(handle)
+        if job is not None:
+            for stream in self._streams.values():
+                stream.cancel(job)
         self._drop_copies_when_idle()
 
     def _drop_copies_when_idle(self) -> None:
-        if not self.jobs:
+        if not self.jobs and not self._serves:
             self._decoder_maker = None
+
+    def decode_briefly(self, watched: Collection[Handle] = ()) -> Progress:
+        """Start responses that wait, as far as there is room, and sample one token of every response."""
+        if self.routers is not None:
+            return super().decode_briefly(watched)
+        self._serves = True
+        self.report_complete()  # requests without seeds: there is nothing to report
+        self._join_streams()
+        ended = self.end_responses(self._step_streams())
+        decoding = [row for stream in self._streams.values() for row in stream.decoding if row.job.handle in watched]
+        return Progress(ended=ended, partial=tuple(new for row in decoding if (new := row.report()) is not None))
+
+    def _step_streams(self) -> list[tuple[Job, int, Response]]:
+        """Sample one token of every response; returns the responses that end with it."""
+        with self.policy.serving():
+            ended = [each for stream in self._streams.values() for each in stream.step()]
+        self._drop_empty_streams()
+        return ended
+
+    def _drop_empty_streams(self) -> None:
+        self._streams = {kind: stream for kind, stream in self._streams.items() if stream.rows}
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Note that the policy's tensors have changed. Responses of `decode_briefly` keep their tokens and continue."""
+        super().publish(weights, version)
+        with self.policy.serving():
+            for stream in self._streams.values():
+                stream.reread(self._current_decoder_maker(), version)
+        self._drop_empty_streams()
+
+    def _join_streams(self) -> None:
+        """Start the responses that fit, each in the stream of its kind, in the order of requests and seeds."""
+        room = self.rows_at_once - sum(len(stream.decoding) for stream in self._streams.values())
+        # A prefill costs a pass whatever its size: wait until an eighth of the rows is free.
+        if room < max(1, self.rows_at_once // 8):
+            return
+        joining: dict[tuple[Sampling, tuple[str, ...], tuple[int, ...]], list[tuple[Job, int]]] = {}
+        for job in self.jobs.values():
+            if room and job.waiting:
+                joining.setdefault(_kind(job), []).append((job, min(room, len(job.waiting))))
+                room -= joining[_kind(job)][-1][1]
+        with self.policy.serving():
+            for kind, jobs in joining.items():
+                if kind not in self._streams:
+                    self._streams[kind] = Stream(self.policy, jobs[0][0].sampling, jobs[0][0].limits)
+                self._streams[kind].join(jobs, self._current_decoder_maker(), self.version)
 
     def _decode_wave(self) -> None:
         """Decode the next `rows_at_once` responses with the sampling of the first, in the order of requests and seeds.
@@ -207,7 +173,7 @@ class LocalEngine(JobEngine):
         first = next(iter(self.jobs.values()))
         room, wave = self.rows_at_once, []
         for job in self.jobs.values():
-            if room and job.waiting and _same_sampling(job, first):
+            if room and job.waiting and _kind(job) == _kind(first):
                 wave.append((job, job.waiting[:room]))
                 room -= len(wave[-1][1])
         with self.policy.serving():
@@ -216,14 +182,14 @@ class LocalEngine(JobEngine):
             job.responses |= dict(enumerate(responses, job.taken))
             job.taken += len(seeds)
 
-    def _current_decoder_maker(self) -> _MakeDecoder:
+    def _current_decoder_maker(self) -> MakeDecoder:
         """The decoder factory for the current weights. It may hold copies of weights, so it is kept between waves."""
         if self._decoder_maker is None or self._decoder_maker[0] != self.version:
             self._decoder_maker = None  # before new copies are made
             self._decoder_maker = self.version, self._new_decoder_maker()
         return self._decoder_maker[1]
 
-    def _new_decoder_maker(self) -> _MakeDecoder:
+    def _new_decoder_maker(self) -> MakeDecoder:
         policy, way = self.policy, self._choose_way()
         if way == "recomputed":
             return lambda prompts, owner, _: Recompute(policy, prompts, owner)
@@ -231,7 +197,7 @@ class LocalEngine(JobEngine):
             body = Unrolled(policy.body)
             every = self.routers is not None
             return lambda prompts, owner, limit: Blocks(body, _pack_prompts(prompts, policy.device), owner, limit, every)
-        return lambda prompts, owner, limit: _Cached(policy, _pack_prompts(prompts, policy.device), owner, limit)
+        return lambda prompts, owner, limit: Cached(policy, _pack_prompts(prompts, policy.device), owner, limit)
 
     def _choose_way(self) -> str:
         """The fastest decoding that reproduces the model's own log-probs. Tested once, on a few tokens."""
@@ -259,7 +225,7 @@ class LocalEngine(JobEngine):
         return self._way
 
     def _decode_rows(
-        self, parts: list[tuple[Job, tuple[int, ...]]], make_decoder: _MakeDecoder, sampling: Sampling, limits: Limits
+        self, parts: list[tuple[Job, tuple[int, ...]]], make_decoder: MakeDecoder, sampling: Sampling, limits: Limits
     ) -> list[list[Response]]:
         """The responses of each job to some of its seeds. `limits` are those of any job: only their budgets differ."""
         device = self.policy.device
@@ -324,19 +290,18 @@ class LocalEngine(JobEngine):
                 ended[index] = True
 
 
-def _same_sampling(job: Job, other: Job) -> bool:
-    """Whether two jobs can share a wave: they differ in nothing but their prompts, seeds and budgets."""
-    mine, theirs = job.limits, other.limits
-    return (job.sampling, mine.stop, mine.end_tokens) == (other.sampling, theirs.stop, theirs.end_tokens)
+def _kind(job: Job) -> tuple[Sampling, tuple[str, ...], tuple[int, ...]]:
+    """What jobs must share to decode together: everything but their prompts, seeds and budgets."""
+    return job.sampling, job.limits.stop, job.limits.end_tokens
 
 
 def _pack_prompts(prompts: list[Tensor], device: torch.device) -> Pack:
     return pack(prompt_texts(prompts), torch.arange(len(prompts))).to(device)
 
 
-def _drop_finished_rows(wave: _Wave, decoder: _Decoder, tokens: Tensor) -> Tensor:
+def _drop_finished_rows(wave: _Wave, decoder: Decoder, tokens: Tensor) -> Tensor:
     """Drop finished rows if there are enough of them; the tokens of the remaining rows."""
-    if wave.writing > _COMPACT_AT * len(tokens):
+    if wave.writing > COMPACT_AT * len(tokens):
         return tokens
     writing = (~wave.finished).nonzero().squeeze(1)
     decoder.keep(writing)

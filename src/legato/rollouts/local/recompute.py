@@ -31,3 +31,7 @@ class Recompute:
 
     def keep(self, rows: Tensor) -> None:
         self.texts = [self.texts[row] for row in rows.tolist()]
+
+    def join(self, other: "Recompute") -> None:
+        """Add the rows of another decoder."""
+        self.texts += other.texts

@@ -17,7 +17,7 @@ k = key heads x head size, f SwiGLU width; a token uses c of E experts, each of 
                                   the router's weight multiplies; the router's softmax; the indices of the dispatch
     fused layers of plain matrices (`policy/layers/layer.py`), which recompute cheap activations
       e (2h + 2q + 2k + 2f) + 4 heads          the residual twice, queries, keys, values, the attention output, gate and up
-    fused layers part by part: experts, adapters
+    fused layers part by part: experts, adapters, sharded layers
       2 (2eh + 4)                 each norm: its input and its output (and one float32 of reserve)
       e (q + k) + 4 (heads + key heads)        norm and rotary embedding of the heads in one kernel: their input
       e (2q + 2k) + 4 heads       attention
@@ -35,17 +35,26 @@ Bytes of recorded routes, for M layers with routers and b bytes per expert numbe
     2 (bMc + 4Mc) + Mcc + 8M    per response token of an update, while its metrics are computed
     8Mc + ME (2e + 8)           per token of a pack at the end of its forward: choices, logits and their softmax
 
-Each forward also holds indices, cos and sin once. With gradient checkpointing a layer saves only its input, eh. On top of
-the saved activations comes the larger of two items, which are never held together: the head (last norm, the hidden states
-it reads, their gradient, logits of some rows), or the backward of one layer (gradients of its activations and, with
-checkpointing, the recomputed layer). tests/training/test_memory.py compares these formulas with the bytes that autograd
-saves and with the peak of an update.
+Each forward also holds indices, cos and sin once. With gradient checkpointing a layer saves only its input: eh, in fused
+layers 2eh, since their input is a residual and an update that is not added to it yet. On top of the saved activations comes
+the larger of two items, which are never held together: the head (last norm, the hidden states it reads, their gradient,
+logits of some rows), or the backward of one layer (gradients of its activations and, with checkpointing, the recomputed
+layer).
+
+Gradients: the second pack of an update is computed while the gradients of the first are held. If an update has one pack,
+only the head's gradient exists at the peak; those of the layers are made while the backward frees activations. Gradients of
+autograd have the dtype of their weight until they are added to the float32 sum; fused layers and the GPU's head write into
+that sum.
+
+tests/training/test_memory.py compares these formulas with the bytes that autograd saves and with the peak of an update,
+tests/capacity/test_measured_peaks.py with the peaks measured on a GPU.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from legato.training.memory.shape import Shape
+from legato.training.memory.sharding import Sharding
 
 _SLACK = 0.06
 """Share of all other items: block rounding, fragmentation and matmul workspaces."""
@@ -84,6 +93,8 @@ class Demand:
     """Tokens that fit into the engine's KV cache."""
     fused: bool = False
     """Whether the layers use our fused kernels."""
+    by_parts: bool = False
+    """Whether fused layers run part by part: sharded layers, whose gradients autograd must compute, and adapters."""
     tables: bool = False
     """Whether attention runs over padded tables."""
     scores: bool = False
@@ -100,6 +111,11 @@ class Demand:
     """Whether the engine's routes are held beside the trainer's."""
     replayed: int = 0
     """Tokens of a step, prompts included, whose routes are replayed."""
+    several_packs: bool = True
+    """Whether an update has more than one pack."""
+    step_cells: int = 0
+    """Responses of a step times the longest of them: the size of the step's tables, which every rank holds; 0: ignored."""
+    sharding: Sharding = field(default_factory=Sharding)
 
     def memory(self, *, checkpointing: bool) -> "Memory":
         """The bytes of each item, with or without gradient checkpointing."""
@@ -109,33 +125,60 @@ class Demand:
         trainable = shape.adapters(self.adapter_rank) if adapters else parameters
         trained = trainable if self.trained is None else self.trained
         trained_size = exact if adapters else self.size
-        masters = trained * exact if trained_size < exact or self.offload else 0
-        moments = int(2 * trained * (EIGHT_BIT_MOMENT if self.eight_bit else exact))
-        # A 16-bit gradient is a separate tensor until it is added to the float32 one.
-        half_gradient = shape.largest * self.size if self.size < exact and not adapters and trained else 0
+        # Adapters are on matrices of the layers.
+        outside = min(shape.parameters_outside, parameters)
+        trained_outside = 0 if adapters else trained * outside // max(parameters, 1)
+        spread = self.sharding
+        stepped = spread.state(trained)
+        masters = stepped * exact if trained_size < exact or self.offload else 0
+        moments = int(2 * stepped * (EIGHT_BIT_MOMENT if self.eight_bit else exact))
         layer = max(self.layer(sparse=sparse) for sparse in (False, True) if self._has_layers(sparse=sparse))
         merged = 3 * shape.experts * shape.hidden * shape.expert_intermediate * self.size if adapters else 0
+        held = spread.weights(parameters - outside, outside)
+        weights = held * self.size
+        if spread.way == "layers" and trained and trained_size < exact:
+            # Trained layers lie in float32 on their rank: the shard is the master. Offloaded masters are a copy of it.
+            weights += (held - outside) * ((exact if self.offload else 0) - self.size)
+        # Adapters are whole on every rank.
+        summed = trained if adapters else spread.weights(trained - trained_outside, trained_outside)
+        inputs = (2 if self.fused else 1) * self.size * shape.hidden
+        in_layer = (trained - trained_outside) // max(shape.layers, 1) if adapters else shape.largest_layer
         items = {
-            "weights": parameters * self.size + (trained * exact if adapters else 0),
-            "reference": parameters * self.size if self.reference and not adapters else 0,
-            "gradients": trained * exact + half_gradient,
+            "weights": weights + (trained * exact if adapters else 0),
+            "reference": held * self.size if self.reference and not adapters else 0,
+            "gradients": summed * exact + self._half_gradient(trained),
             "masters": 0 if self.offload else masters,
             "moments": 0 if self.offload else moments,
             "activations": self.tokens_per_pack * (self._layers() + self._inputs()) + shape.sparse_layers * merged,
-            "activations_checkpointed": self.tokens_per_pack * (shape.layers * self.size * shape.hidden + self._inputs()),
+            "activations_checkpointed": self.tokens_per_pack * (shape.layers * inputs + self._inputs()),
             "head": self.tokens_per_pack * self.states() + self._logits(),
             "layer": self.tokens_per_pack * self._backward()
             + (self.tokens_per_pack * layer + merged if checkpointing else 0),
             "kv_cache": 2 * shape.layers * shape.key * self.size * self.cached_tokens,
             "routes": self._routes() if self.routed else 0,
+            "step_tables": self.step_cells * self._cell(),
+            "gathered": spread.gathered(shape.largest_layer, in_layer if trained else 0, self.size, exact),
+            "resident": spread.copied(parameters - outside) * self.size,
         }
+        if not self.several_packs:
+            saved = items["activations_checkpointed" if checkpointing else "activations"]
+            in_head = exact * shape.hidden * shape.vocabulary if trained_outside else 0
+            items["gradients"] = min(items["gradients"], max(in_head, items["gradients"] - saved))
         memory = Memory(
             **{name: int(value) for name, value in items.items()},
-            host=masters + moments + trained * exact if self.offload else 0,
+            host=masters + moments + stepped * exact if self.offload else 0,
             checkpointing=checkpointing,
             slack=0,
         )
         return replace(memory, slack=int(_SLACK * memory.total))
+
+    def _half_gradient(self, trained: int) -> int:
+        """Bytes of the largest 16-bit gradient that autograd makes while activations are held; 0 if all are float32."""
+        if self.size >= _FLOAT32 or self.adapter_rank or not trained:
+            return 0
+        if self._fuses_whole_layers and not self._has_layers(sparse=True):
+            return 0
+        return self.size * (self.shape.largest_in_layers if self.fused else self.shape.largest)
 
     def layer(self, *, sparse: bool = False) -> float:
         """Bytes that autograd saves per token in one layer without checkpointing; see the formulas above."""
@@ -148,7 +191,7 @@ class Demand:
     @property
     def _fuses_whole_layers(self) -> bool:
         """Whether each dense layer is one autograd function, which recomputes cheap activations."""
-        return self.fused and not self.adapter_rank
+        return self.fused and not self.adapter_rank and not self.by_parts
 
     def states(self) -> float:
         """Bytes per token after the layers: the last norm, the hidden states that the head reads, and their gradient."""
@@ -214,6 +257,11 @@ class Demand:
         logits = shape.sparse_layers * shape.experts * (2 * self.size + 2 * exact)
         return step + update * self.routed_per_update + self.tokens_per_pack * (8 * choice + logits)
 
+    def _cell(self) -> int:
+        """Bytes of a token in the tables of a step: mask, turn, log-probs of sampler, old policy and reference, value."""
+        exact = max(self.size, _FLOAT32)
+        return 1 + 8 + 2 * exact + (exact if self.reference else 0) + (exact if self.value_head else 0)
+
     def _adapters(self, count: int, inputs: int) -> float:
         """Bytes per token of `count` adapters that read one input. Each has a float32 copy of an input in 16 bits."""
         exact = max(self.size, _FLOAT32)
@@ -264,13 +312,27 @@ class Memory:
     """Host memory of an offloaded optimizer; not part of the total."""
     checkpointing: bool
     """Whether `activations_checkpointed` counts instead of `activations`."""
+    gathered: int = 0
+    """Whole layers and their gradients, where layers are sharded."""
+    resident: int = 0
+    """The local engine's copy of the layers, where layers are sharded."""
+    step_tables: int = 0
+    """Log-probs and masks of all responses of a step."""
 
     @property
     def total(self) -> int:
-        return sum(size for _, size in self._items())
+        return sum(size for _, size in self.items())
 
-    def _items(self) -> Iterator[tuple[str, int]]:
+    @property
+    def peak(self) -> int:
+        """The bytes that tensors take at the peak, without the reserve: what `max_memory_allocated` measures."""
+        return self.total - self.slack
+
+    def items(self) -> Iterator[tuple[str, int]]:
+        """Yield the name and the bytes of each item that counts in the total."""
         yield "weights", self.weights
+        yield "copy for the engine", self.resident
+        yield "gathered layers", self.gathered
         yield "reference", self.reference
         yield "gradients", self.gradients
         yield "float32 masters", self.masters
@@ -282,11 +344,12 @@ class Memory:
         yield ("head", self.head) if self.head >= self.layer else ("backward of one layer", self.layer)
         yield "KV cache", self.kv_cache
         yield "routes of experts", self.routes
+        yield "tables of the step", self.step_tables
         yield "slack", self.slack
 
     def lines(self) -> list[str]:
         """Lines to print: one per item, the largest first, then the total."""
-        items = sorted(self._items(), key=lambda item: -item[1])
+        items = sorted(self.items(), key=lambda item: -item[1])
         listed = [f"{name:<28}{gigabytes(size):>10}" for name, size in items if size]
         if self.host:
             listed.append(f"{'host memory, in addition':<28}{gigabytes(self.host):>10}")

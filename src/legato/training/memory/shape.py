@@ -5,7 +5,19 @@ from typing import Any
 
 from legato.errors import InputError
 
-_WITHOUT_HEAD_NORMS = {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "gemma", "gemma2", "phi3", "granite", "gpt2"}
+_WITHOUT_HEAD_NORMS = {
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "gemma",
+    "gemma2",
+    "phi3",
+    "granite",
+    "gpt2",
+    "gpt_oss",
+}
 """Families without norms on queries and keys. Unknown families count as having them: overestimating is safer."""
 
 
@@ -78,12 +90,28 @@ class Shape:
     @property
     def parameters(self) -> int:
         """Number of weights of a model like Llama, Qwen3 or Qwen3-MoE. Biases are ignored: they are few."""
+        dense, sparse = (self.layer_parameters(sparse=each) for each in (False, True))
+        return (self.layers - self.sparse_layers) * dense + self.sparse_layers * sparse + self.parameters_outside
+
+    def layer_parameters(self, *, sparse: bool) -> int:
+        """Number of weights of one layer, with experts (`sparse`) or without."""
         attention = 2 * self.hidden * (self.query + self.key)
         norms = 2 * self.hidden + (2 * self.width if self.head_norms else 0)
-        dense = 3 * self.hidden * self.intermediate
-        sparse = self.hidden * (3 * (self.experts * self.expert_intermediate + self.shared_intermediate) + self.experts)
-        layers = self.layers * (attention + norms) + (self.layers - self.sparse_layers) * dense + self.sparse_layers * sparse
-        return layers + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
+        if not sparse:
+            return attention + norms + 3 * self.hidden * self.intermediate
+        experts = 3 * (self.experts * self.expert_intermediate + self.shared_intermediate) + self.experts
+        return attention + norms + self.hidden * experts
+
+    @property
+    def largest_layer(self) -> int:
+        """Number of weights of the largest layer."""
+        kinds = [sparse for sparse in (False, True) if (self.sparse_layers if sparse else self.layers - self.sparse_layers)]
+        return max(self.layer_parameters(sparse=sparse) for sparse in kinds)
+
+    @property
+    def parameters_outside(self) -> int:
+        """Number of weights outside the layers: embedding, last norm and head."""
+        return self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     def adapters(self, rank: int) -> int:
         """Number of adapter weights on linear layers, routers and experts.
@@ -99,9 +127,15 @@ class Shape:
         return rank * (self.layers * attention + linear)
 
     @property
+    def largest_in_layers(self) -> int:
+        """Number of weights of the largest matrix in the layers; the experts' gate and up are one matrix."""
+        dense = self.intermediate if self.sparse_layers < self.layers else 0
+        return self.hidden * max(dense, 2 * self.experts * self.expert_intermediate, self.query)
+
+    @property
     def largest(self) -> int:
-        """Number of weights of the largest matrix, whose 16-bit gradient exists until it is added to the float32 one."""
-        return self.hidden * max(self.vocabulary, self.intermediate, 2 * self.experts * self.expert_intermediate, self.query)
+        """Number of weights of the largest matrix, embedding and head included."""
+        return max(self.largest_in_layers, self.hidden * self.vocabulary)
 
 
 def _first(config: Any, *names: str) -> int:

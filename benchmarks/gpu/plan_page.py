@@ -1,0 +1,262 @@
+"""The generated parts of docs/plan.md and docs/scaling.md: measured and calculated figures, and how far apart they are."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.peaks import GIB, check_rows, missing_shapes
+from legato.capacity.hardware import find_hardware, hardware_names
+from legato.capacity.measured import measured
+from legato.capacity.memory import demand_of
+from legato.capacity.model import find_model, shipped_names, shipped_record
+from legato.capacity.planning import Plan, plan_setup
+from legato.capacity.remedies import fit_without_other_results, remedies
+from legato.capacity.setup import Setup, setup_of
+from legato.capacity.table import GPUS, table_of
+from legato.cli.plan import DEFAULT_RECIPE, cell_lines, plan_lines
+from legato.config.load import load
+from legato.training.memory.sharding import Sharding
+
+ROOT = Path(__file__).parents[2]
+SCALED = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-14b", "qwen3-30b-a3b")
+"""The models of the memory table in docs/scaling.md."""
+LARGE_STEP = 512
+"""Prompts of the step that docs/scaling.md spreads over more and more GPUs."""
+
+
+def markdown(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+@cache
+def setup_for(model: str, gpus: int = 1) -> Setup:
+    """A shipped model with the default recipe on H200s."""
+    resolved = load([ROOT / DEFAULT_RECIPE], [])
+    return setup_of(resolved, find_model(model), find_hardware("h200"), gpus)
+
+
+@cache
+def plan_blocks() -> dict[str, str]:
+    """The generated parts of docs/plan.md by name."""
+    return {
+        "example": _example(),
+        "table": _table(),
+        "peaks": _peaks(),
+        "times": _times(),
+        "factors": _factors(),
+        "models": _models(),
+        "hardware": _hardware(),
+    }
+
+
+@cache
+def scaling_blocks() -> dict[str, str]:
+    """The generated parts of docs/scaling.md by name."""
+    return {"memory": _sharded_memory(), "same load": _same_load(), "same step": _same_step(), "links": _links()}
+
+
+def _example() -> str:
+    plan = plan_setup(setup_for("qwen3-8b"))
+    return "\n".join(["```", *plan_lines(plan, remedies(plan), DEFAULT_RECIPE), "```"])
+
+
+def _table() -> str:
+    rows = table_of([setup_for(name) for name in shipped_names()])
+    heading = ["model", *(f"{count} GPU{'s' if count > 1 else ''}" for count in GPUS)]
+    return markdown(heading, [[row[0].model, *("<br>".join(cell_lines(cell)) for cell in row)] for row in rows])
+
+
+def _peaks() -> str:
+    rows = [
+        [row.what, f"{row.measured:.2f}", f"{row.calculated:.2f}", f"{100 * row.error:+.1f} %", row.source, row.date]
+        for row in check_rows()
+    ]
+    rows += [[title, "not measured", "", "", "", ""] for title in missing_shapes()]
+    return markdown(["", "measured, GiB", "calculated, GiB", "off by", "file", "date"], rows)
+
+
+def _times() -> str:
+    """Measured and calculated times of the loads that were measured."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["sections"]
+    step, plan = results["B8"]["parts"]["Legato"]["seconds"], plan_setup(measured_step())
+    rows = [
+        ["0.6B, whole step", name, step[key], plan.times.seconds(name)]
+        for key, name in (("rollouts", "sampling"), ("anchor", "old log-probs"))
+    ]
+    rows.append(
+        ["0.6B, whole step", "updates", step["update"], plan.times.seconds("updates") + plan.times.seconds("optimizer")]
+    )
+    rows.append(["0.6B, whole step", "step", step["step"], plan.times.step])
+    return markdown(
+        ["", "phase", "measured, s", "calculated, s", "off by"],
+        [[what, name, f"{a:.2f}", f"{b:.2f}", f"{100 * (b / a - 1):+.0f} %"] for what, name, a, b in rows],
+    )
+
+
+@cache
+def measured_step() -> Setup:
+    """The setup of B8: 32 prompts x 8, prompts of 256 tokens, 512 new tokens, 4 updates, packs of 16k tokens."""
+    return replace(
+        setup_for("qwen3-0.6b"),
+        prompts=32,
+        prompt_tokens=256,
+        response_tokens=512,
+        mean_prompt=256,
+        mean_response=512,
+        tokens_per_pack=16384,
+        rows_at_once=256,
+        evaluated=0,
+    )
+
+
+_MEANINGS = {
+    "training_efficiency": "forward and backward, share of the speed of large products",
+    "scoring_efficiency": "a forward without gradient, share of the speed of large products",
+    "mixture_efficiency": "the same of a mixture, forward and backward",
+    "part_by_part": "speed of layers part by part, share of fused layers",
+    "own_layers": "speed of the model's own layers, share of fused layers",
+    "host_seconds_per_layer": "s, the least time of a layer's forward over a pack",
+    "decode_efficiency": "decoding, share of the roofline beside the time per layer",
+    "decode_seconds_per_layer": "s, per layer and decode step",
+    "decode_seconds_per_sparse_layer": "s, per layer with experts and decode step",
+}
+
+
+def _factors() -> str:
+    stored, rows = measured(), list[list[str]]()
+    for name, meaning in _MEANINGS.items():
+        value = getattr(stored, name)
+        for factor in value if isinstance(value, tuple) else (value,):
+            size = f" ({factor.weights / 1e9:.1f} billion matrix weights)" if factor.weights else ""
+            rows.append(
+                [meaning + size, f"{factor.value:.3g}", factor.source.replace("benchmarks/results/", ""), factor.date]
+            )
+    return markdown(["factor", "measured", "file and part", "date"], rows)
+
+
+def _models() -> str:
+    rows = []
+    for name in shipped_names():
+        model, record = find_model(name), shipped_record(name)
+        rows.append(
+            [
+                f"`{name}`",
+                f"{model.parameters:,}",
+                record["published"]["parameters"],
+                f"{model.shape.layers}",
+                record["source"],
+            ]
+        )
+    return markdown(["name", "weights, counted", "published", "layers", "source of the configuration"], rows)
+
+
+def _hardware() -> str:
+    rows = []
+    for name in hardware_names():
+        gpu = find_hardware(name)
+        rows.append(
+            [
+                f"`{name}`",
+                gpu.name,
+                f"{gpu.memory / GIB:.0f} GiB",
+                f"{gpu.matmul / 1e12:,.0f}",
+                f"{gpu.bandwidth / 1e12:.2f}",
+                gpu.source if gpu.figures == "measured" else f"{gpu.source}, times the shares that the H200 reached",
+            ]
+        )
+    return markdown(["name", "GPU", "memory", "TFLOP/s", "TB/s", "where from"], rows)
+
+
+def _links() -> str:
+    rows = [
+        [
+            f"`{name}`",
+            f"{gpu.nvlink / 1e9:.0f}",
+            f"{gpu.network / 1e9:.0f}",
+            f"{gpu.bus(8) / 1e9:.0f}",
+            f"{gpu.bus(64) / 1e9:.0f}",
+            gpu.links,
+        ]
+        for name, gpu in ((name, find_hardware(name)) for name in hardware_names())
+    ]
+    return markdown(["GPU", "NVLink", "network", "bus, 8 GPUs", "bus, 64 GPUs", "where from"], rows)
+
+
+def _sharded_memory() -> str:
+    """Weights, gradients, masters and moments of 8 GPUs, and what a pack of 16k tokens adds."""
+
+    def held(model: str, sharding: Sharding, *, gradients: bool = True) -> float:
+        demand = replace(demand_of(setup_for(model), 0), several_packs=True, fused=True, by_parts=False, sharding=sharding)
+        memory = demand.memory(checkpointing=False)
+        parts = memory.weights + memory.masters + memory.moments + memory.resident
+        # Without the 16-bit gradient that autograd makes beside the sum.
+        whole = replace(demand, size=4).memory(checkpointing=False).gradients
+        return parts + (whole if gradients else 0)
+
+    def pack(model: str) -> str:
+        demand = replace(demand_of(setup_for(model), 0), tokens_per_pack=16384)
+        memory = demand.memory(checkpointing=False)
+        return f"{memory.activations / 1e9:.0f} / {memory.activations_checkpointed / 1e9:.0f}"
+
+    one, state = Sharding(), Sharding(way="optimizer", ranks=8)
+    layers, resident = Sharding(way="layers", ranks=8), Sharding(way="layers", ranks=8, resident=True)
+    lines: dict[str, Any] = {
+        "one GPU": lambda name: _gb(held(name, one)),
+        '`"optimizer"`': lambda name: _gb(held(name, state)),
+        "the same while sampling (no gradients)": lambda name: _gb(held(name, state, gradients=False)),
+        '`"layers"`, sampling on servers': lambda name: _gb(held(name, layers)),
+        '`"layers"` with a copy for the local engine': lambda name: _gb(held(name, resident)),
+        "plus whole layers that are gathered": lambda name: _gb(_gathered(name)),
+        "plus a pack of 16k tokens, kept / recomputed": pack,
+    }
+    rows = [[title, *(line(name) for name in SCALED)] for title, line in lines.items()]
+    return markdown(["GB per GPU", *SCALED], rows)
+
+
+def _gathered(model: str) -> float:
+    demand = replace(demand_of(setup_for(model), 0), sharding=Sharding(way="layers", ranks=8))
+    return demand.memory(checkpointing=False).gathered
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f}" if size < 9.95e9 else f"{size / 1e9:.0f}"
+
+
+def _same_load() -> str:
+    """Step time and tokens/s if every GPU has the load of the recipe."""
+    rows = []
+    for row in table_of([setup_for(name) for name in shipped_names()]):
+        base = next((cell.plan for cell in row if cell.plan is not None and not cell.plan.setup.servers), None)
+        rows.append([row[0].model, *(_throughput(cell.plan, base) for cell in row)])
+    return markdown(["tokens/s", *map(str, GPUS)], rows)
+
+
+def _throughput(plan: Plan | None, base: Plan | None) -> str:
+    if plan is None:
+        return "does not fit"
+    if plan.tokens_per_second is None or base is None or base.tokens_per_second is None:
+        return "servers"
+    share = plan.tokens_per_second / plan.setup.gpus / (base.tokens_per_second / base.setup.gpus)
+    return f"{plan.tokens_per_second:,.0f} ({share:.0%})"
+
+
+def _same_step() -> str:
+    """Step time of one large step on more and more GPUs."""
+    rows = []
+    for name in ("qwen3-0.6b", "qwen3-8b", "qwen3-32b", "llama-3.1-70b"):
+        plans = [
+            fit_without_other_results(replace(setup_for(name).on(gpus), prompts=LARGE_STEP))
+            for gpus in (8, 16, 32, 64, 128, 512)
+        ]
+        rows.append([name, *("does not fit" if plan is None else _step(plan) for plan in plans)])
+    return markdown(["seconds a step (exposed communication)", "8", "16", "32", "64", "128", "512"], rows)
+
+
+def _step(plan: Plan) -> str:
+    elsewhere = ", servers" if plan.setup.servers else ""
+    return f"{plan.times.step:.1f} ({plan.times.seconds('communication'):.1f}{elsewhere})"

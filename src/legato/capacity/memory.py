@@ -1,0 +1,119 @@
+"""Memory per GPU of a setup, by the formulas of `training/memory/model.py`."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from legato.capacity.setup import Setup
+from legato.training.memory.model import Demand, Memory
+from legato.training.memory.sharding import Sharding
+
+LOGITS_AT_ONCE = 5 * 2**27
+"""Logits that exist together on a GPU: `Policy.tokens_at_once` there, by tests/capacity/test_memory.py."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """The memory a setup needs on each GPU, at the longest lengths that the configuration allows."""
+
+    memory: Memory
+    available: int
+    slots: int
+    """Rows that the engine decodes together."""
+    wanted_slots: int
+    """Rows that it would decode together if keys and values had more room."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.available and (self.slots > 0 or not self.wanted_slots)
+
+    @property
+    def checkpointing(self) -> bool:
+        return self.memory.checkpointing
+
+
+def need_of(setup: Setup) -> Need:
+    """The memory of a setup. Where checkpointing is not decided, it is on if activations do not fit without it."""
+    wanted, slots = decoded_rows(setup)
+    demand = demand_of(setup, slots)
+    choices = (False, True) if setup.checkpointing is None else (setup.checkpointing,)
+    needs = [
+        Need(
+            memory=demand.memory(checkpointing=checkpointing),
+            available=setup.hardware.memory,
+            slots=slots,
+            wanted_slots=wanted,
+        )
+        for checkpointing in choices
+    ]
+    return next((need for need in needs if need.fits), needs[-1])
+
+
+def decoded_rows(setup: Setup) -> tuple[int, int]:
+    """(rows to decode together, how many of them fit): the engine takes a share of what training leaves free."""
+    if setup.servers:
+        return 0, 0
+    rows = max(setup.groups * setup.samples, -(-setup.evaluated // setup.gpus))
+    wanted = min(setup.rows_at_once, rows)
+    # The engine leaves free what training may hold at any time, all gradients included.
+    idle = replace(demand_of(setup, 0), several_packs=True).memory(checkpointing=True)
+    held = idle.weights + idle.resident + idle.reference
+    reserved = idle.gradients + idle.masters + idle.moments
+    budget = max(0, int((setup.hardware.memory - held - reserved) * setup.kv_memory_share))
+    per_token = 2 * setup.model.shape.layers * setup.model.shape.key * setup.size
+    room = budget // per_token - setup.response_tokens
+    return wanted, max(0, min(wanted, room // cached_tokens_per_row(setup)))
+
+
+def cached_tokens_per_row(setup: Setup) -> int:
+    """Tokens of the KV cache for each row: a response, and a prompt in steps of 64, since an evaluation shares none."""
+    return -(-setup.prompt_tokens // 64) * 64 + setup.response_tokens
+
+
+def demand_of(setup: Setup, slots: int) -> Demand:
+    """The memory demand of a setup whose engine decodes `slots` rows together; 0: it has no KV cache."""
+    model = setup.model
+    group = setup.prompt_tokens + setup.samples * setup.response_tokens
+    update = setup.groups_per_update * group
+    tokens = min(max(setup.tokens_per_pack, setup.longest), update)
+    half, at_once = setup.size == 2, max(1, LOGITS_AT_ONCE // model.shape.vocabulary)
+    trained = setup.trained
+    if setup.value_head and not setup.lora_rank:
+        trained = (model.parameters if trained is None else trained) + model.shape.hidden + 1
+    return Demand(
+        shape=model.shape,
+        size=setup.size,
+        tokens_per_pack=tokens,
+        parameters=model.parameters * (1 + setup.copies),
+        trained=trained if trained is not None or setup.lora_rank else model.parameters,
+        adapter_rank=setup.lora_rank,
+        eight_bit=setup.eight_bit,
+        offload=setup.offload,
+        reference=setup.reference,
+        value_head=setup.value_head,
+        head_tokens=min(tokens, at_once if half else max(at_once, setup.response_tokens)),
+        logit_bytes=2 if half else 0,
+        cached_tokens=slots * cached_tokens_per_row(setup) + setup.response_tokens if slots else 0,
+        tables=not half or model.scores,
+        scores=model.scores,
+        fused=setup.fused,
+        by_parts=setup.by_parts,
+        sharing=(setup.prompt_tokens + setup.samples * setup.longest) / group,
+        longest=setup.longest,
+        several_packs=update > tokens,
+        step_cells=setup.prompts * setup.samples * setup.response_tokens,
+        sharding=Sharding(way=setup.shard, ranks=setup.gpus, resident=not setup.servers),
+        **_routes(setup),
+    )
+
+
+def _routes(setup: Setup) -> dict[str, Any]:
+    """The demand of recorded routes for a mixture, with every response at its limit. A rank holds those of its rows."""
+    if not setup.model.is_mixture:
+        return {}
+    responses = setup.samples * setup.response_tokens
+    return {
+        "routed": setup.groups * responses,
+        "routed_per_update": setup.groups_per_update * responses,
+        "engine_routes": setup.engine_routes,
+        "replayed": setup.groups * (responses + setup.prompt_tokens) if setup.routing_replay else 0,
+    }

@@ -1,0 +1,127 @@
+"""Bodies in, answers out: JSON, or a stream of events that ends when the client is gone."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from legato.serve.errors import ApiError
+from legato.serve.limits import ServeLimits
+from legato.serve.values import Body, parse_json
+
+_Result = TypeVar("_Result")
+
+_MARK = secrets.token_hex(16)
+"""Stands for a fragment while the JSON around it is written. No client can guess it."""
+
+
+class ClientGone(Exception):  # noqa: N818  nobody is left to read an error
+    """The client closed the connection before its answer was ready."""
+
+
+async def read_body(request: Request, limits: ServeLimits) -> Body:
+    """The JSON object of a request; ApiError if it is too large, too slow, too deep or no JSON."""
+    return Body(parse_json(await _read_bytes(request, limits), limits.json_depth))
+
+
+async def read_optional_body(request: Request, limits: ServeLimits) -> Body:
+    """The JSON object of a request, or an empty one if the request has no body."""
+    data = await _read_bytes(request, limits)
+    return Body(parse_json(data, limits.json_depth) if data else {})
+
+
+async def _read_bytes(request: Request, limits: ServeLimits) -> bytes:
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(415, f"expected a body without Content-Encoding, got {encoding[:40]!r}; send it uncompressed")
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind not in ("application/json", "text/json", ""):
+        raise ApiError(415, f"expected Content-Type application/json, got {kind[:80]!r}")
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > limits.body_bytes:
+                    raise ApiError(413, f"expected a body of at most {limits.body_bytes} bytes, got more")
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, f"expected the body within {limits.body_seconds:g} s, got a part of it") from None
+    return b"".join(parts)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """An answer of JSON."""
+    return Response(encode(value), status, headers, "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    """The answer that an error stands for."""
+    return json_response(error.body(), error.status, error.headers)
+
+
+def encode(value: Any) -> bytes:
+    """The value as JSON, with `Fragment`s in their places."""
+    fragments: list[str] = []
+
+    def note(fragment: Any) -> str:
+        fragments.append(fragment.text)
+        return f"{_MARK}{len(fragments) - 1}"
+
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False, default=note)
+    for place, fragment in enumerate(fragments):
+        text = text.replace(f'"{_MARK}{place}"', fragment, 1)
+    return text.encode()
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of some work, which is cancelled if the client closes the connection (ClientGone)."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        # A task that was cancelled still closes what it holds.
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, one `data:` line each, and `[DONE]`. `close` is called however it ends, also before it began.
+
+    Values are sent as JSON. An error after the first event is an event too.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, values: AsyncIterator[Any], close: Callable[[], None]) -> None:
+        super().__init__(self._events(values), headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+    async def _events(self, values: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+        try:
+            async for value in values:
+                yield b"data: " + encode(value) + b"\n\n"
+        except ApiError as error:
+            yield b"data: " + encode(error.body()) + b"\n\n"
+        yield b"data: [DONE]\n\n"

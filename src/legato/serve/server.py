@@ -1,0 +1,121 @@
+"""Listens on an address and serves until interrupted."""
+
+import asyncio
+import contextlib
+import resource
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from legato.errors import InputError
+from legato.serve.app import application
+from legato.serve.served import Served
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+HEADER_BYTES = 2**16
+"""The most bytes of the headers of a request."""
+MOST_FILES = 2**16
+FILES_KEPT = 256
+"""Files that are left for everything but connections. More connections are answered with 503."""
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections, so that none sends a request while the server closes one."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server on this host."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def allowed_hosts(host: str, port: int) -> list[str] | None:
+    """The Host headers to answer; None (any) where others than this machine can reach the server."""
+    return [f"{name}:{port}" for name in (*LOOPBACK, host)] if is_loopback(host) else None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; InputError if the port cannot be used."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise InputError(f"expected the name or address of this machine, got {host!r}: {error.strerror} (--host)") from None
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(1024)  # from here on requests wait instead of being refused
+    except OSError as error:
+        listening.close()
+        raise InputError(f"port {port} of {host} cannot be used: {error.strerror}; --port 0 takes a free one") from None
+    return listening
+
+
+def _raise_file_limit() -> int:
+    """Let this process hold as many connections as the system allows it to; returns how many files it may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, MOST_FILES) if hard != resource.RLIM_INFINITY else MOST_FILES
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    return soft
+
+
+def uvicorn_config(app: Any) -> Any:
+    """The settings of uvicorn: bounded headers and connections, no log of requests."""
+    import uvicorn
+
+    connections = max(64, _raise_file_limit() - FILES_KEPT)
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=5,
+        limit_concurrency=connections,
+    )
+
+
+@contextlib.contextmanager
+def shared_interpreter() -> Iterator[None]:
+    """Inside, threads of this process take turns more often than Python lets them by itself.
+
+    The engine's thread needs the interpreter for a moment before every step. While handlers write JSON it would wait 5 ms
+    each time: on two cores 64 clients of the tiny model then get half of the tokens.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def serve_until_interrupted(
+    served: Served,
+    listening: socket.socket,
+    host: str,
+    *,
+    key: str,
+    follow_seconds: float | None = None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve on a listening socket; `on_ready` is called once requests are answered."""
+    import uvicorn
+
+    port = listening.getsockname()[1]
+    app = application(served, key=key, hosts=allowed_hosts(host, port), follow_seconds=follow_seconds)
+    server = uvicorn.Server(uvicorn_config(app))
+
+    async def run() -> None:
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            on_ready()
+        await serving
+
+    with contextlib.closing(listening), shared_interpreter():
+        asyncio.run(run())

@@ -1,0 +1,55 @@
+"""The benchmark of the server: its loads, a small measurement, and the figures of the page."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import serve
+
+ROOT = Path(__file__).parents[2]
+LOAD = serve.Load(clients=3, requests=2, prompt=5, tokens=8, ragged=True, vocabulary=81)
+
+
+def test_requests_depend_on_their_number_alone() -> None:
+    assert LOAD.prompt_ids(4) == LOAD.prompt_ids(4) != LOAD.prompt_ids(5)
+    assert all(3 <= token < 81 for number in range(6) for token in LOAD.prompt_ids(number))
+    assert {LOAD.length(number) for number in range(50)} == set(range(2, 9))
+    assert LOAD.body(1, True)["stream"] is True and LOAD.body(1, True)["sampling_params"]["seed"] == 1
+
+
+def test_clients_get_all_their_tokens() -> None:
+    from legato.rollouts.local.engine import LocalEngine
+
+    policy = serve.make_policy("tiny")
+    engine = LocalEngine(policy, 8)
+    assert serve.measure_direct(engine, LOAD)["tokens_per_second"] > 0
+    with serve.serving(policy, engine, LOAD) as url:
+        for stream in (False, True):
+            results = serve.run_clients(url, LOAD, range(3), stream)
+            assert results["tokens"] == LOAD.all_tokens and len(results["seconds"]) == len(results["first"]) == 6
+
+
+@pytest.mark.slow
+def test_the_benchmark_stores_what_it_measures(tmp_path: Path) -> None:
+    file = tmp_path / "serve.json"
+    words = ["--clients", "4", "--requests", "2", "--tokens", "8", "--repeats", "1", "--output", str(file)]
+    for _ in range(2):
+        subprocess.run([sys.executable, "-m", "benchmarks.serve", *words], check=True, cwd=ROOT, capture_output=True)
+    (result,) = json.loads(file.read_text())
+    assert result["shape"] == "tiny" and set(result["share_of_direct"]) == {"whole", "stream"}
+
+
+def test_the_page_shows_the_stored_figures() -> None:
+    page = " ".join((ROOT / "docs" / "serve.md").read_text().split())
+    results = {result["shape"]: result for result in json.loads(serve.RESULTS.read_text())}
+    whole, stream = (round(100 * results["17M"]["share_of_direct"][way]) for way in ("whole", "stream"))
+    assert (
+        f"64 clients of a model of 17 million parameters got {whole} % with whole answers and {stream} % with streams"
+        in page
+    )
+    whole, stream = (round(100 * results["tiny"]["share_of_direct"][way]) for way in ("whole", "stream"))
+    assert f"than its answers, got {whole} % and {stream} %" in page
+    assert [results[shape]["load"]["clients"] for shape in ("17M", "tiny")] == [64, 256]

@@ -1,0 +1,110 @@
+"""Calculated peaks are within 10 % of every peak measured on a GPU; what was not measured is said so."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import factors, peaks
+from benchmarks.gpu import plan as gpu_plan
+from legato.capacity.measured import Result, measured
+
+ROWS = peaks.check_rows()
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.training], ids=lambda row: row.what)
+def test_the_calculated_peak_is_within_10_percent_of_the_measured_one(row: peaks.Row) -> None:
+    assert abs(row.error) < 0.10, f"{row.calculated:.2f} GiB calculated, {row.measured:.2f} measured"
+
+
+def test_every_kind_of_peak_is_compared() -> None:
+    sources = [row.source for row in ROWS]
+    assert {"gpu.json, B4", "gpu.json, B6", "gpu.json, B8", "gpu.json, B11", "large.json"} <= set(sources)
+    assert sum(row.training for row in ROWS) >= 20
+    # On average the estimate is neither high nor low.
+    mean = sum(row.error for row in ROWS if row.training) / sum(row.training for row in ROWS)
+    assert abs(mean) < 0.02
+
+
+def test_the_page_says_not_measured_where_nothing_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(peaks, "PLAN_RESULTS", tmp_path / "none.json")
+    missing = peaks.missing_shapes()
+    assert missing == [case.title for case in gpu_plan.SHAPES.values()]
+    stored = gpu_plan.load_results(gpu_plan.RESULTS)["shapes"]
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    for title in missing:
+        done = any(case.title == title and "peak_gib" in stored.get(name, {}) for name, case in gpu_plan.SHAPES.items())
+        assert (f"| {title} | not measured |" in page) is not done
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    size = {"parameters": 4_022_468_096, "trained": 4_022_468_096, "pack_tokens": 13_032, "cached_tokens": 70_000}
+    return {
+        "peak_gib": 100.0,
+        "several_packs": True,
+        "checkpointing": False,
+        "fused": True,
+        "tiny": False,
+        **size,
+        **changes,
+    }
+
+
+def test_stored_results_of_the_gpu_fill_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shapes = {"4b": result(), "8b-8bit": {"skipped": "bitsandbytes is not installed"}}
+    shapes["8b-lora"] = result(parameters=8_190_735_360, trained=43_646_976, checkpointing=True)
+    shapes["mixture"] = result(parameters=4_361_000_000, trained=4_361_000_000)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"machine": {}, "date": "2026-12-01", "shapes": shapes}))
+    monkeypatch.setattr(peaks, "PLAN_RESULTS", file)
+    rows = {row.what: row for row in peaks._planned()}
+    assert set(rows) == {gpu_plan.SHAPES[name].title for name in ("4b", "8b-lora", "mixture")}
+    assert all(row.date == "2026-12-01" and row.source == "plan.json" for row in rows.values())
+    dense = rows["Qwen3-4B, full training"]
+    # 18 bytes a weight, 36 layers of activations, keys and values of 70,000 tokens, logits.
+    layer = 2 * (2 * 2560 + 2 * 4096 + 2 * 1024 + 2 * 9728) + 4 * 32
+    expected = 18 * 4_022_468_096 + 13_032 * 36 * layer + 70_000 * 147_456 + 5 * 2**27 * 2
+    assert dense.calculated * 2**30 == pytest.approx(expected, rel=0.01)
+    assert 20 < rows["Qwen3-8B, LoRA of rank 16"].calculated < 50
+    assert "Qwen3-4B, full training" not in peaks.missing_shapes()
+    assert "Qwen3-8B, full training, 8-bit optimizer" in peaks.missing_shapes()
+
+
+def test_stored_results_of_the_gpu_are_shown_beside_a_plan() -> None:
+    timed = {"seconds": {"step": 12.3456}, "tokens_per_second": 5308.4}
+    shapes = {"8b-lora": result(**timed), "mixture": result(**timed), "8b-8bit": {"skipped": "bitsandbytes"}}
+    machine = {"device": "NVIDIA H200", "torch": "2.11.0"}
+    rows = list(factors.planned_results({"machine": machine, "date": "2026-12-01", "shapes": shapes}))
+    assert [(row["value"], row["unit"]) for row in rows] == [(100.0, "GiB"), (12.346, "s"), (5308, "tokens/s")]
+    # The mixture is cut to a few layers: it is no shipped shape.
+    assert {row["model"] for row in rows} == {"qwen3-8b"} and all("LoRA of rank 16" in row["load"] for row in rows)
+    assert Result(**rows[0]).date == "2026-12-01"
+
+
+def test_the_factors_of_the_package_are_those_of_the_results() -> None:
+    stored = json.loads(factors.STORED.read_text())
+    assert stored == factors.factors(), "run python -m benchmarks.gpu.factors"
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    for each in (*stored["results"], *(factor for group in stored["factors"].values() for factor in _listed(group))):
+        file = each["source"].removeprefix("benchmarks/results/").partition(":")[0]
+        assert (results / file).is_file() and each["machine"].startswith("NVIDIA H200") and each["date"].startswith("2026-")
+
+
+def _listed(group: Any) -> list[dict[str, Any]]:
+    return group if isinstance(group, list) else [group]
+
+
+def test_the_ceilings_of_the_h200_are_the_measured_ones() -> None:
+    from legato.capacity.hardware import find_hardware
+
+    part = factors.load("gpu.json")["sections"]["B4"]["parts"]["1.7B Legato, one pass"]
+    gpu = find_hardware("h200")
+    assert gpu.matmul / 1e12 == pytest.approx(part["ceilings"]["tflops"], rel=1e-3)
+    assert gpu.bandwidth / 1e12 == pytest.approx(part["ceilings"]["terabytes_per_second"], rel=1e-3)
+
+
+def test_results_are_of_shipped_models() -> None:
+    from legato.capacity.model import shipped_names
+
+    assert {result.model for result in measured().results} <= set(shipped_names())

@@ -1,0 +1,232 @@
+"""Whole runs under torchrun: records, checkpoints on any number of ranks, signals, lost and hanging ranks, restarts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from benchmarks.trust.ranks import ranks_of
+from legato.cli.processes import exit_code, torchrun_words
+from legato.training import checkpoint
+from tests.ranks.world import ROOT, words_of
+
+SMALL: dict[str, Any] = {
+    "policy.tiny.hidden": 32,
+    "policy.tiny.layers": 2,
+    "policy.tiny.heads": 2,
+    "policy.max_prompt_tokens": 16,
+    "task.left_digits": 1,
+    "task.held_out": 4,
+    "reward.kind": "tests.proof.verdicts:early",
+    "rollouts.samples_per_prompt": 4,
+    "rollouts.max_response_tokens": 6,
+    "training.prompts_per_step": 4,
+    "training.updates_per_step": 2,
+    "training.lr": 3e-3,
+    "evaluation.every_steps": 2,
+    "output.checkpoint_every_steps": 1,
+    "output.keep_last": 100,
+}
+
+
+def start(folder: Path, *words: str, ranks: int = 2, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Begin a run on several processes; `words` follow the verb."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
+    command = [sys.executable, "-m", "legato", *words, f"--processes={ranks}"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=variables, cwd=folder, **pipes)
+
+
+def finish(process: subprocess.Popen[str], code: int = 0, seconds: float = 120) -> str:
+    output, _ = process.communicate(timeout=seconds)
+    assert process.returncode == code, output[-3000:]
+    return output
+
+
+def train(folder: Path, ranks: int = 2, code: int = 0, **changes: Any) -> str:
+    options = {**SMALL, "output.name": "run", **{path.replace("__", "."): value for path, value in changes.items()}}
+    return finish(start(folder, "train", *words_of(options), ranks=ranks), code)
+
+
+def resume(folder: Path, *words: str, ranks: int = 2) -> str:
+    if ranks > 1:
+        return finish(start(folder, "resume", "runs/run", *words, ranks=ranks))
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "legato", "resume", "runs/run", *words]
+    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    assert path.exists(), "the run did not come so far"
+
+
+def test_a_run_on_two_processes_shows_and_writes_like_one(tmp_path: Path) -> None:
+    output = train(tmp_path, training__steps=2)
+    assert output.count("run: gspo on tiny") == 1 and "2 processes, which divide" in output
+    kinds = [each["kind"] for each in records(tmp_path)]
+    assert kinds.count("start") == 1 and kinds.count("step") == 2 and kinds[-1] == "end"
+    folder = tmp_path / "runs/run/checkpoints/step-000002"
+    checkpoint.verify(folder)
+    names = sorted(path.name for path in folder.iterdir())
+    assert "optimizer-00001-of-00002.safetensors" in names and "optimizer-00002-of-00002.safetensors" in names
+    parts = [load_file(folder / f"optimizer-0000{rank}-of-00002.safetensors") for rank in (1, 2)]
+    assert not {*parts[0]} & {*parts[1]}, "each rank saves its own pieces"
+    assert (tmp_path / "runs/run/report.html").is_file()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_goes_on_with_any_number_of_ranks_and_either_way_of_dividing(tmp_path: Path, dtype: str) -> None:
+    train(tmp_path, ranks=2, training__steps=2, policy__dtype=dtype)
+    resume(tmp_path, "training.steps=3", ranks=1)
+    resume(tmp_path, "training.steps=4", ranks=3)
+    resume(tmp_path, "training.steps=5", "training.shard=layers", ranks=2)
+    resume(tmp_path, "training.steps=6", "training.shard=layers", ranks=3)
+    resume(tmp_path, "training.steps=7", "training.shard=optimizer", ranks=2)
+    (tmp_path / "alone").mkdir()
+    options = {**SMALL, "output.name": "run", "training.steps": 7, "policy.dtype": dtype}
+    finish(start(tmp_path / "alone", "train", *words_of(options), ranks=1))
+    moved, alone = records(tmp_path), records(tmp_path / "alone")
+    assert [each["step"] for each in moved if each["kind"] == "step"] == list(range(1, 8))
+    if dtype == "float32":
+        # One sampled token may differ, so rewards are compared and not weights.
+        rewards = [[each["reward/mean"] for each in told if each["kind"] == "step"] for told in (moved, alone)]
+        assert rewards[0] == pytest.approx(rewards[1], abs=0.05)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shard", ["optimizer", "layers"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, victim: int, shard: str) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for folder in (straight, killed):
+        folder.mkdir()
+    train(straight, training__steps=5, training__shard=shard)
+    options = {**SMALL, "output.name": "run", "training.steps": 5, "training.shard": shard}
+    process = start(killed, "train", *words_of(options))
+    wait_for(killed / "runs/run/checkpoints/step-000002", process)
+    began = time.monotonic()
+    os.kill(ranks_of(process.pid)[victim], signal.SIGKILL)
+    output = finish(process, 4)
+    assert time.monotonic() - began < 30
+    assert output.count(f"rank {victim} (process") == 1 and "is gone" in output
+    resume(killed)
+    assert same_bits(straight, killed)
+
+
+def same_bits(left: Path, right: Path) -> bool:
+    """Whether the last checkpoints of two runs hold the same weights and the same optimizer state."""
+    folders = [max((each / "runs/run/checkpoints").glob("step-*"), key=lambda path: path.name) for each in (left, right)]
+    names = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*.safetensors")) for folder in folders]
+    return names[0] == names[1] and all((folders[0] / n).read_bytes() == (folders[1] / n).read_bytes() for n in names[0])
+
+
+@pytest.mark.ranks
+def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    options = {**SMALL, "output.name": "run", "training.steps": 6}
+    process = start(tmp_path, "train", *words_of(options), "--restarts=2")
+    for step, victim in ((1, 1), (3, 0)):
+        wait_for(tmp_path / f"runs/run/checkpoints/step-00000{step}", process)
+        before = ranks_of(process.pid)
+        os.kill(before[victim], signal.SIGKILL)
+        end = time.monotonic() + 60
+        while {*before.values()} & {*ranks_of(process.pid).values()} and time.monotonic() < end:
+            time.sleep(0.05)
+    output = finish(process, seconds=180)
+    assert output.count("run: resumed at step") == 2
+    steps = [each["step"] for each in records(tmp_path) if each["kind"] == "step"]
+    assert steps == [1, 2, 3, 4, 5, 6], "each step is recorded once"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    process = start(tmp_path, "train", *words_of({**SMALL, "output.name": "run", "training.steps": 200}))
+    wait_for(tmp_path / "runs/run/checkpoints/step-000002", process)
+    os.kill(ranks_of(process.pid)[1], number)
+    output = finish(process, code)
+    assert f"stopped by {number.name}; the state is saved" in output
+    assert records(tmp_path)[-1]["kind"] == "end"
+
+
+@pytest.mark.ranks
+def test_a_rank_that_hangs_is_found_with_its_stack(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(
+        "import os, time\n\n\ndef score(rollout):\n    if os.environ['RANK'] == '1' and rollout.rollout_id > 20:\n"
+        "        time.sleep(1000)\n    return float((rollout.tokens < 40).float().mean())\n"
+    )
+    changes: dict[str, Any] = {
+        "training__steps": 4,
+        "reward__kind": "hanging.py:score",
+        "training__rank_deadline_seconds": 4,
+        "reward__timeout_seconds": False,
+    }
+    output = train(tmp_path, code=4, **changes)
+    assert "rank 1 hangs" in output and "training.rank_deadline_seconds" in output
+    assert "hanging.py" in (tmp_path / "runs/run/stacks.txt").read_text()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("sys.argv.append('training.lr=2e-3')", "the option training.lr"),
+        ("import legato.training.ranks.same as s; s.code_digest = lambda: 'other'", "the code of Legato"),
+    ],
+)
+def test_ranks_that_differ_are_refused_naming_what_differs(tmp_path: Path, change: str, words: str) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    late = "import legato" in change
+    body = f"    {change}\n"
+    if late:
+        body = f"    import builtins\n    exec({change!r})\n"
+    (site / "sitecustomize.py").write_text(f"import os, sys\nif os.environ.get('RANK') == '1':\n{body}")
+    path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "src")])
+    process = start(tmp_path, "train", *words_of({**SMALL, "training.steps": 1}), environment={"PYTHONPATH": path})
+    output = finish(process, 2)
+    assert words in output and "rank 1" in output
+    assert not list((tmp_path / "runs").glob("*")) if (tmp_path / "runs").exists() else True
+
+
+@pytest.mark.ranks
+def test_a_fault_of_one_rank_saves_the_last_step_of_all(tmp_path: Path) -> None:
+    (tmp_path / "callback.py").write_text(
+        "import os\n\nfrom legato.tasks.procedural import Arithmetic\n\n\nclass Broken(Arithmetic):\n"
+        "    def problem(self, random):\n"
+        "        if os.environ['RANK'] == '1' and os.path.exists('runs/run/checkpoints/step-000002'):\n"
+        "            raise KeyError('gone')\n        return super().problem(random)\n"
+    )
+    options = {path: value for path, value in SMALL.items() if path != "task.left_digits"}
+    words = words_of({**options, "output.name": "run", "training.steps": 400, "task.kind": "callback.py:Broken"})
+    output = finish(start(tmp_path, "train", *words), 2)
+    assert output.count("legato:") == 1 and "legato: rank 1: " in output and "is saved: resume with" in output
+
+
+def test_the_words_of_torchrun_are_those_typed_without_its_own() -> None:
+    words = ["train", "tiny", "--processes", "4", "training.steps=2", "--restarts=3", "--dry-run"]
+    assert torchrun_words(4, 3, words)[-4:] == ["train", "tiny", "training.steps=2", "--dry-run"]
+    assert torchrun_words(4, 3, words)[:3] == ["--standalone", "--nproc-per-node=4", "--max-restarts=3"]
+
+
+def test_the_exit_code_is_what_a_rank_decided() -> None:
+    assert exit_code([-9, 4]) == 4 and exit_code([2, 2]) == 2 and exit_code([-9]) == 137 and exit_code([-15, 143]) == 143

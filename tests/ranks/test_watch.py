@@ -1,0 +1,132 @@
+"""The watch over ranks: who is gone, who hangs, and what is not overdue."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legato.errors import LOST_RANK
+from legato.training.ranks import watch as watching
+from legato.training.ranks.watch import Watch, describe_threads, find_late_ranks
+
+
+class Store:
+    """A store in memory."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def beat(**changes: Any) -> dict[str, Any]:
+    here: dict[str, Any] = {"process": os.getpid(), "host": "elsewhere", "beats": 1, "operations": 5, "waits": False}
+    return {**here, "seconds": 0.0, "paused": None, "state": "running", **changes}
+
+
+def test_a_rank_is_late_if_others_wait_for_it_beyond_the_deadline() -> None:
+    waiting = beat(waits=True, seconds=11.0, operations=6)
+    assert find_late_ranks([waiting, beat(), waiting], 10.0) == [1]
+    assert find_late_ranks([waiting, beat(), waiting], 12.0) == []
+    assert find_late_ranks([waiting, beat(paused="the disk is full"), waiting], 10.0) == []
+    assert find_late_ranks([waiting, beat(state="done")], 10.0) == []
+    assert find_late_ranks([beat(), beat()], 10.0) == []
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(watching, "_SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(watching, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(watching, "_STACK_SECONDS", 0.05)
+
+
+class Ended:
+    """Records with which code a watch ends its process, and what it says."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self.said: list[str] = []
+
+    def wait(self) -> None:
+        end = time.monotonic() + 5
+        while not self.codes and time.monotonic() < end:
+            time.sleep(0.01)
+
+
+def watch(store: Store, ended: Ended, **changes: Any) -> Watch:
+    options: dict[str, Any] = {"deadline": 60.0, "say": ended.said.append, "leave": ended.codes.append, **changes}
+    return Watch(store, 0, 2, **options)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_that_falls_silent_ends_the_others() -> None:
+    store, ended = Store(), Ended()
+    store.set("beat/1", json.dumps(beat()))
+    with watch(store, ended):
+        ended.wait()
+    assert set(ended.codes) == {LOST_RANK}
+    assert ended.said[0].startswith("rank 1 (process") and "is gone" in ended.said[0]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_killed_process_on_the_same_machine_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_SILENT_SECONDS", 1000.0)
+    store, ended = Store(), Ended()
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    store.set("beat/1", json.dumps(beat(process=process.pid, host=watching.socket.gethostname())))
+    with watch(store, ended) as rank:
+        time.sleep(0.2)
+        assert not ended.codes
+        process.kill()
+        assert rank.explain_loss() is not None
+        ended.wait()
+    process.wait()
+    assert ended.codes
+
+
+@pytest.mark.usefixtures("quick")
+def test_ranks_that_have_ended_are_not_missed() -> None:
+    store, ended = Store(), Ended()
+    store.set("beat/1", json.dumps(beat(state="done")))
+    with watch(store, ended):
+        time.sleep(0.6)
+    assert not ended.codes
+    assert json.loads(store.values["beat/0"])["state"] == "done"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_that_hangs_is_named_with_what_every_thread_was_doing(tmp_path: Path) -> None:
+    store, ended = Store(), Ended()
+    with watch(store, ended, deadline=0.2) as rank:
+        rank.folder = tmp_path
+        rank.begin("gather")
+        rank.begin("gather")
+        for number in range(60):
+            store.set("beat/1", json.dumps(beat(beats=number, operations=1)))
+            store.set("stack/1", "thread MainThread\n  in a reward")
+            time.sleep(0.02)
+            if ended.codes:
+                break
+    assert ended.codes and ended.said[0].startswith("rank 1 hangs") and "rank_deadline_seconds" in ended.said[0]
+    stacks = (tmp_path / "stacks.txt").read_text()
+    assert "in a reward" in stacks and "test_a_rank_that_hangs" in stacks
+
+
+def test_the_stacks_name_this_function() -> None:
+    assert "test_the_stacks_name_this_function" in describe_threads()
