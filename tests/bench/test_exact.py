@@ -1,0 +1,140 @@
+"""The experiment on equal bits: its kernels in the interpreter and under the compiler, and the rule that decides."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.gpu.exact import trial
+from benchmarks.gpu.exact.verdict import decide
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array"),  # of Triton's interpreter, for numpy
+    pytest.mark.filterwarnings("ignore:divide by zero"),
+    pytest.mark.filterwarnings("ignore:invalid value"),
+]
+
+LAB = trial.Lab(device=torch.device("cpu"))
+
+
+def test_the_chained_attention_has_the_bits_of_training_in_every_layout() -> None:
+    measured = trial.attention(LAB, trial.TINY)
+    layouts = {name for name in measured if name != "today"}
+    assert len(layouts) == len(trial.LAYOUTS)
+    assert {name: sum(each["unequal"] for each in measured[name].values()) for name in layouts} == dict.fromkeys(layouts, 0)
+    # Today's decode kernel adds up in another order: a comparison that could not fail would not show that.
+    assert any(each["unequal"] for each in measured["today"].values())
+
+
+def test_the_chained_attention_is_attention() -> None:
+    rows = trial.make_rows(LAB, trial.TINY, 9, 150)
+    repeat = trial.TINY.heads // trial.TINY.key_heads
+    for row, owner in enumerate(rows.owners):
+        count, own = int(rows.prompt_length[owner]), int(rows.length[row])
+        for head in range(trial.TINY.heads):
+            key = head // repeat
+            keys = torch.cat([rows.prompt_keys[owner, key, :count], rows.keys[row, key, :own]]).double()
+            values = torch.cat([rows.prompt_values[owner, key, :count], rows.values[row, key, :own]]).double()
+            weights = torch.softmax(keys @ rows.query[row, head].double() * trial.TINY.width**-0.5, 0)
+            assert torch.allclose(rows.trained[row, head].double(), weights @ values, atol=1e-5)
+
+
+def test_small_batches_of_trainings_kernels_have_the_bits_of_a_pack() -> None:
+    rotated, projected = trial.heads(LAB, trial.TINY), trial.head(LAB, trial.TINY)
+    assert all(each["unequal"] == 0 for each in rotated["training's kernel"].values())
+    for temperature in projected.values():
+        assert all(each["unequal"] == 0 for each in temperature["training's projection"].values())
+        # So do the engine's own log-probs of today.
+        assert any(each["unequal"] for each in temperature["today"].values())
+
+
+def test_a_product_that_depends_on_the_batch_is_counted() -> None:
+    def shifted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, weight) + (0.5 if len(x) == 8 else 0.0)
+
+    x, weight = LAB.random(100, 32, seed=0), LAB.random(16, 32, seed=1)
+    assert trial._unequal_rows(shifted, x, weight, 8) > 0
+    assert trial._unequal_rows(torch.nn.functional.linear, x, weight, 8) == 0
+
+
+def result(
+    *, unequal_at: int = 0, product_ratio: float = 1.1, attention_ratio: float = 1.1, attention_unequal: int = 0
+) -> Any:
+    sizes = {"1": 5, "8": 0, "256": 0} | ({str(unequal_at): 3} if unequal_at else {})
+    return {
+        "0.6B": {
+            "products": {
+                "q: default": {"unequal": {"8": 9}, "seconds": {"8": 1.0, "64": 2.0}},
+                "q: lt": {"unequal": sizes, "seconds": {"8": product_ratio, "64": 2.0}},
+            },
+            "attention": {
+                "today": {"8": {"unequal": 4, "seconds": 1.0}},
+                "16 queries": {"8": {"unequal": attention_unequal, "seconds": attention_ratio}},
+            },
+        }
+    }
+
+
+def test_the_rule_says_go_only_where_bits_and_times_hold() -> None:
+    verdict = decide(result())
+    assert verdict["go"] and verdict["good products"] == ["lt"] and verdict["good attention"] == ["16 queries"]
+    assert verdict["products"]["lt"]["0.6B"]["unequal at"] == [1]  # fewer than eight rows can be padded
+    assert not decide(result(unequal_at=256))["go"]
+    assert not decide(result(product_ratio=1.16))["go"]
+    assert not decide(result(attention_ratio=1.21))["go"]
+    assert not decide(result(attention_unequal=1))["go"]
+
+
+def test_a_result_without_times_is_no_go() -> None:
+    untimed = result()
+    untimed["0.6B"]["products"]["q: lt"]["seconds"] = {"8": None}
+    assert not decide(untimed)["go"]
+
+
+PROGRAM = """
+import json
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from benchmarks.gpu.exact import kernels, trial
+
+found = {}
+numbers = {"scale": "fp32"}
+for lanes, warps in trial.LAYOUTS:
+    for slices in trial.SLICES:
+        for kernel in (kernels._prefix, kernels._suffix):
+            constants = {"H": 16, "K": 8, "REPEAT": 2, "REPEAT_PAD": 2, "ROWS": lanes // 2, "M": lanes, "D": 128}
+            constants |= {"SLICE": 128 // slices, "BLOCK": 64}
+            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+            pointers = {"query": "*bf16", "keys": "*bf16", "values": "*bf16", "out": "*bf16", "states": "*fp32"}
+            pointers |= {"stats": "*fp32"} | dict.fromkeys(
+                ("block_prompt", "block_rows", "prompt_length", "slots", "slot_length"), "*i64")
+            types, divisible = {}, {}
+            for place, name in enumerate(kernel.arg_names):
+                types[name] = "constexpr" if name in constants else pointers.get(name, numbers.get(name, "i32"))
+                if name in pointers:
+                    divisible[(place,)] = [["tt.divisibility", 16]]
+            form = f"{kernel.__name__} {lanes} {warps} {slices}"
+            try:
+                made = compile(ASTSource(kernel, types, constants, divisible), target=GPUTarget("cuda", 90, 32),
+                               options={"num_warps": warps})
+                found[form] = made.metadata.shared
+            except Exception as error:
+                found[form] = f"{type(error).__name__}: {error}"[:300]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_the_kernels_under_trial_compile_for_a_hopper_gpu() -> None:
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", PROGRAM], env=clean, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    sizes = json.loads(run.stdout)
+    assert len(sizes) == 18
+    assert {form: size for form, size in sizes.items() if not isinstance(size, int) or size > 227 * 1024} == {}
