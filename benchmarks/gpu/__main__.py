@@ -1,4 +1,4 @@
-"""The GPU benchmarks B1 to B11: python -m benchmarks.gpu --only B2 B4 --output benchmarks/results/gpu.json --seconds 300
+"""The GPU benchmarks B1 to B12: python -m benchmarks.gpu --only B2 B4 --output benchmarks/results/gpu.json --seconds 300
 
 Each section consists of parts, and each part is stored as soon as it is measured. A command replaces only the sections named
 by `--only` (with `--parts`, only those parts). `--tiny --device cpu` runs everything at toy shapes, for tests.
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu.json"
-SECTIONS = ("B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B10", "B11")
+SECTIONS = ("B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B10", "B11", "B12")
 """B9, the CPU benchmark, is `make bench`."""
 
 
@@ -34,6 +34,10 @@ def parts_of(section: str) -> dict[str, object]:
         from benchmarks.gpu import decode as gpu_decode
 
         return gpu_decode.B7
+    if section == "B12":
+        from benchmarks.gpu import beside_vllm
+
+        return beside_vllm.B12
     if section == "B8":
         from benchmarks.gpu import step as gpu_step
 

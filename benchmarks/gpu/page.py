@@ -20,6 +20,7 @@ TITLES = {
     "B8": "B8. The whole step",
     "B10": "B10. Numerics at a learning rate of 0",
     "B11": "B11. Memory",
+    "B12": "B12. Decoding beside vLLM",
 }
 Parts = dict[str, Any]
 
@@ -293,6 +294,34 @@ def _memory(parts: Parts) -> list[str]:
     return [*table_lines(f"{header} | responses in 80 GiB", table), "", words]
 
 
+def _beside_vllm(parts: Parts) -> list[str]:
+    theirs = {part["shape"]: part for part in parts.values() if str(part.get("side", "")).startswith("vLLM")}
+    table = []
+    for part in parts.values():
+        if part.get("side") != "Legato":
+            continue
+        works = theirs.get(part["shape"], {}).get("works", {})
+        known, plain = (
+            works.get(f"{part['kind']} {way}", {}).get("tokens_per_second")
+            for way in ("with log-probs", "without log-probs")
+        )
+        ours = part["tokens_per_second"]
+        table.append(
+            (
+                part["shape"],
+                part["kind"],
+                f"{ours:,.0f}",
+                format_number(known, "{:,.0f}"),
+                format_number(plain, "{:,.0f}"),
+                format_number(quotient(ours, known), "{:.2f}x"),
+                f"{len(part['samples'])}",
+            )
+        )
+    header = "shape | work | Legato, tokens/s | vLLM with log-probs | vLLM without | Legato of the first | repeats"
+    settings = [f"- {shape}: {part['side']}; {part['settings']}." for shape, part in theirs.items()]
+    return [*table_lines(header, table), *(["", *settings] if settings else [])]
+
+
 def section_lines(section: str, parts: Parts) -> list[str]:
     lines = {
         "B1": lambda: _heads(parts, "bare product", backward=False),
@@ -305,6 +334,7 @@ def section_lines(section: str, parts: Parts) -> list[str]:
         "B8": lambda: _step(parts),
         "B10": lambda: _numerics(parts),
         "B11": lambda: _memory(parts),
+        "B12": lambda: _beside_vllm(parts),
     }[section]()
     return [*lines, *_failed(parts), *_runs(parts)]
 
@@ -346,6 +376,9 @@ NOTES = {
     " new ones, rows shuffled, without an update between. The remaining gap between engine and trainer comes from the body:"
     " its bfloat16 sums run in another order, and the rounding of logits is small compared with that.",
     "B11": "1.7B shape; weights, gradients and optimizer state included.",
+    "B12": "The same requests on both sides, in one command; best of the repeats after a warm-up. Our side always returns"
+    " the log-prob of every token. fixed: 32 prompts of 256 tokens x 8 responses of 512; ragged: the lengths of B4; nano:"
+    " the benchmark of nano-vLLM, 256 different prompts of 100 to 1,024 tokens and as many new ones, temperature 0.6.",
 }
 
 

@@ -43,6 +43,7 @@ PARTS = {
     "B8": ("Legato",),
     "B10": ("Legato",),
     "B11": ("Legato",),
+    "B12": ("0.6B fixed Legato",),
 }
 
 
