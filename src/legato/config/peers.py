@@ -1,7 +1,7 @@
 """What each option of TRL and of verl is here: one table for `--from-trl`, for misspelt options and for docs/migrating.md.
 
 The names and defaults are those of TRL 1.16.0 (GRPOConfig, ModelConfig and the arguments of `trl grpo`, on the
-TrainingArguments of transformers 5.22) and of verl 0.9.1. No torch is imported here.
+TrainingArguments of transformers 5.22 and 5.23) and of verl 0.9.1. No torch is imported here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -187,6 +187,8 @@ _TRL_NO_EFFECT = {
     "pad_to_multiple_of": ("auto", "", _PADDING),
     "gradient_checkpointing": (True, "policy.gradient_checkpointing", "auto: where activations do not fit; the same result"),
     "gradient_checkpointing_kwargs": (None, "policy.gradient_checkpointing", "auto"),
+    "activation_checkpointing": (True, "policy.gradient_checkpointing", "the name of transformers 5.23; auto"),
+    "activation_checkpointing_kwargs": (None, "policy.gradient_checkpointing", "auto"),
     "cache_implementation": (None, "", _ENGINE),
     "use_cache": (False, "", _ENGINE),
     "vllm_mode": ("colocate", "", _ENGINE),
