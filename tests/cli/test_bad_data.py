@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from legato.core.rollout import Problem
+from legato.policy.model.tiny import TinyShape, character_tokenizer, tiny_model
 from legato.tasks.task import held_out
 from tests.proof.command import Command, assert_refused
 from tests.proof.runs import run_small, words
@@ -265,3 +266,13 @@ def test_a_refusal_does_not_print_a_huge_value_whole(legato: Command, tmp_path: 
         legato("train", *words(tmp_path), f"training.epsilon={'a' * 100_000}"), "training.epsilon", "characters"
     )
     assert len(line) < 3000
+
+
+def test_sampling_without_a_prompt_says_how_to_give_one(legato: Command, tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    tiny_model(TinyShape(layers=1), vocabulary=len(tokenizer), seed=0).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for typed in ("", "\n"):
+        assert_refused(legato("sample", str(tmp_path), typed=typed), "expected a prompt, got an empty standard input")
+    code, text, error = legato("sample", str(tmp_path), "--max-response-tokens", "2", typed="2+3=\n")
+    assert code == 0 and text.startswith("2+3="), error

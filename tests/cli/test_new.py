@@ -42,3 +42,17 @@ def test_what_new_writes_trains_at_once(
     assert len([record for record in run.metrics() if record["kind"] == "step"]) == 2
     assert {row["reward"] for step in run.rollout_steps() for row in run.read_rollouts(step)} <= {0.0, 1.0}
     assert_refused(command("new", "my project"), "my project", "exists")
+
+
+def test_a_recipe_that_is_started_inside_its_own_folder_says_where_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = Command(monkeypatch, capsys)
+    assert command("new", "mine")[0] == 0
+    monkeypatch.chdir(tmp_path / "mine")
+    start = f"exists: start legato in {tmp_path}, or give that path"
+    assert_refused(command("train", "recipe.toml", "--dry-run"), f"{tmp_path}/mine/problems.jsonl {start}")
+    elsewhere = ["task.path=problems.jsonl"]
+    assert_refused(command("train", "recipe.toml", *elsewhere, "--dry-run"), f"{tmp_path}/mine/reward.py {start}")
+    assert_refused(command("train", "recipe.toml", "task.path=other.jsonl"), "there is no such file")

@@ -14,6 +14,8 @@ from legato.config.from_trl import Translation, read_trl, translate
 from legato.config.load import load
 from legato.config.peers import TRL
 from legato.errors import InputError
+from legato.run import wire
+from legato.run.from_trl import resolve_trl
 from tests.proof.command import Command, assert_refused
 
 STORED = json.loads((Path(__file__).parent / "data/trl_fields.json").read_text())
@@ -317,6 +319,27 @@ def test_a_config_object_is_read_by_its_fields() -> None:
     config.newer_field = 4
     with pytest.raises(InputError, match="got 'newer_field'"):
         read_trl(config)
+
+
+def test_a_whole_config_of_a_newer_version_is_read_and_its_new_fields_are_told(tmp_path: Path) -> None:
+    """Nobody can take a field out of a GRPOConfig: transformers 5.23 has one more that its __post_init__ sets."""
+    fields = [(name, Any, None) for name in [*STORED["GRPOConfig"], "newer_field"]]
+    config = make_dataclass("GRPOConfig", fields)(**STORED["GRPOConfig"], newer_field="a value")
+    dumped = tmp_path / "trl.json"
+    dumped.write_text(json.dumps({**STORED["GRPOConfig"], "newer_field": "a value"}))
+    for translation in (read_trl(config), read_trl(dumped)):
+        (note,) = [note for note in translation.notes if "newer_field = 'a value'" in note]
+        assert note.startswith("left out, since TRL 1.16.0 does not have them")
+        assert translation.options["training.lr"] == 1e-6
+        assert translation.for_data(64, plain_text=True).notes.count(note) == 1
+    assert "activation_checkpointing" in TRL  # of transformers 5.23
+
+
+def test_each_thing_that_trls_script_passes_is_asked_for(tmp_path: Path) -> None:
+    """A reward in tables must not hide that data and model are missing: the defaults are sums and the tiny model."""
+    translation = translate(GSPO)
+    with pytest.raises(InputError, match="expected data and model beside the configuration of TRL"):
+        resolve_trl(translation, [], ["reward.components.right.kind=exact"], None, wire.Given())
 
 
 def test_the_placeholder_of_a_secret_is_not_told() -> None:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import make_dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from legato.records.directory import RunDirectory
 from legato.rewards.scoring import judge_all
 from legato.run import wire
 from legato.run.from_trl import resolve_trl
+from legato.run.train import _as_problems as problems_of
 from tests.proof.command import Command
 from tests.proof.responses import response
 
@@ -83,9 +84,15 @@ def fake_datasets() -> ModuleType:
     """`load_dataset` for a JSON file, without its cache in the home directory."""
     module: Any = ModuleType("datasets")
 
+    class Data(list[dict[str, Any]]):
+        column_names: property = property(lambda self: list(self[0]))
+
+        def map(self, function: Any) -> "Data":
+            return Data({**row, **function(row)} for row in self)
+
     def load_dataset(kind: str, *, data_files: str, split: str) -> Any:
         assert (kind, split) == ("json", "train")
-        return SimpleNamespace(column_names=list(json.loads(Path(data_files).read_text().splitlines()[0])))
+        return Data(json.loads(line) for line in Path(data_files).read_text().splitlines())
 
     module.load_dataset = load_dataset
     return module
@@ -172,6 +179,27 @@ def test_the_python_script_of_the_page_trains_with_both_rewards(folder: Path) ->
     assert 0 <= run.accuracy <= 1
     metrics = [record for record in RunDirectory.open(run.directory).metrics() if record["kind"] == "step"]
     assert len(metrics) == 1 and {"reward/right", "reward/short"} <= set(metrics[0])
+
+
+def test_a_script_with_mapped_messages_and_adapters_trains(folder: Path) -> None:
+    pytest.importorskip("peft")
+    runpy.run_path("make_data.py")
+    runpy.run_path("train_trl.py")
+    run = runpy.run_path("train_lora.py")["run"]
+    directory = RunDirectory.open(run.directory)
+    adapter = json.loads((run.model_folder / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"]) == (8, 32)
+    assert {name.rpartition(".")[2] for name in adapter["target_modules"]} == {"q_proj", "v_proj"}
+    (rollout, *_) = directory.read_rollouts(1)
+    assert rollout["prompt"].startswith("system: Think first")
+
+
+def test_a_data_set_of_the_library_is_a_list_of_problems() -> None:
+    """`train_dataset` is passed as it is: rows, columns and messages arrive."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": n + 1, "level": n % 2} for n in range(4)]
+    (first, *_) = problems_of(datasets.Dataset.from_list(rows))
+    assert (first.prompt, first.answer, first.fields) == (rows[0]["prompt"], "1", {"answer": 1, "level": 0})
 
 
 def test_the_recipe_and_the_reward_of_the_verl_script_load(folder: Path) -> None:

@@ -149,6 +149,8 @@ def eval_command(
         table.add_row(row.name, f"{row.value:.1%}", f"{row.low:.1%} .. {row.high:.1%}")
     console = Console(highlight=False)
     console.print(table)
+    if result.reward is not None:
+        console.print(f"mean reward {result.reward:.4g}; for accuracy, verdicts above 1 count as 1 and those below 0 as 0")
     if result.unscorable:
         console.print(f"{result.unscorable} responses could not be scored and count as wrong")
     if result.sets:
@@ -159,6 +161,8 @@ def eval_command(
             "samples": result.samples,
             "measures": {row.name: {"value": row.value, "low": row.low, "high": row.high} for row in result.rows},
         }
+        if result.reward is not None:
+            record["reward"] = result.reward
         if result.sets:
             record["sets"] = sets_record(result.sets)
         output.write_text(json.dumps(record, indent=1) + "\n")
@@ -216,14 +220,26 @@ def _prompts(prompts: Sequence[str], file: Path | None) -> Iterator[str]:
             raise InputError(f"{file} cannot be read: {error}") from None
         yield from (line for line in lines if line.strip())
     if not prompts and file is None:
-        if sys.stdin.isatty():
-            print("Type a prompt, an empty line ends.", file=sys.stderr)
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
-        for line in sys.stdin:
-            if not line.strip():
-                return
-            yield line.rstrip("\n")
+        yield from _typed_prompts()
+
+
+def _typed_prompts() -> Iterator[str]:
+    """Prompts from standard input up to an empty line. InputError if there is none and nobody can type one."""
+    terminal, number = sys.stdin.isatty(), 0
+    if terminal:
+        print("Type a prompt, an empty line ends.", file=sys.stderr)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    for line in sys.stdin:
+        if not line.strip():
+            break
+        number += 1
+        yield line.rstrip("\n")
+    if not number and not terminal:
+        raise InputError(
+            'expected a prompt, got an empty standard input; give one as a word (legato sample MODEL "12+3=") or in a file'
+            " (--file)"
+        )
 
 
 def export_command(target: str, folder: Path, step: int | None, merge: bool, allow_older: bool, dtype: str | None) -> None:

@@ -191,7 +191,8 @@ def _evaluation(case: Case) -> Iterator[str]:
 def _sets(case: Case) -> Iterator[str]:
     """Refuse a best checkpoint by a metric that no evaluation of the run measures."""
     evaluation = case.config.evaluation
-    measured = ["eval/accuracy_sampled", *(["eval/accuracy_greedy"] if evaluation.greedy else [])]
+    ways = ["sampled", *(["greedy"] if evaluation.greedy else [])]
+    measured = [f"eval/{what}_{way}" for what in ("accuracy", "reward") for way in ways]
     for name, each in evaluation.sets.items():
         measured += [f"eval/{name}/{measure}" for measure in measure_names(samples_of_set(each, evaluation))]
     if evaluation.best_metric not in measured:

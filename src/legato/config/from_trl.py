@@ -23,6 +23,7 @@ import tomli_w
 from legato.config import lora_lr
 from legato.config.peers import TRL, VERSIONS
 from legato.config.sources import Layer, from_words
+from legato.diagnostics.words import count
 from legato.errors import InputError, nearest
 
 AGGREGATES = {
@@ -63,6 +64,8 @@ _SCHEDULES = {
 }
 
 _NOTHING: tuple[Any, ...] = (None, "", [], {}, False)
+_FIELDS_OF_A_WHOLE_CONFIG = 100
+"""A configuration with as many options of TRL is a whole GRPOConfig or its `to_json_string()`, and not written by hand."""
 _LONGEST_PROMPT = 1024
 """TRL has no limit on prompts; a pack needs one."""
 
@@ -231,7 +234,16 @@ def translate(
     if gone:
         job.notes.append(f"left out, since they are off and TRL {VERSIONS['TRL']} does not have them: {', '.join(gone)}")
     unknown = [name for name in plain if name not in TRL]
-    job.faults += [f"{source}: expected options of TRL {VERSIONS['TRL']}, got {n!r}; {_near(n)}" for n in unknown]
+    if unknown and len(plain) - len(unknown) >= _FIELDS_OF_A_WHOLE_CONFIG:
+        # Nobody typed them: a newer TRL or transformers has more fields, and nobody can take them out of an object.
+        named = ", ".join(f"{name} = {plain[name]!r}" for name in unknown)
+        job.notes.append(
+            f"left out, since TRL {VERSIONS['TRL']} does not have them: {named}; look them up in your version: one that"
+            " changes training has no counterpart here"
+        )
+        job.settings = {name: value for name, value in plain.items() if name in TRL}
+    else:
+        job.faults += [f"{source}: expected options of TRL {VERSIONS['TRL']}, got {n!r}; {_near(n)}" for n in unknown]
     job.faults += [
         f"{source}: {name} = {value!r} cannot be translated: {TRL[name].says}"
         for name, value in plain.items()
@@ -385,8 +397,8 @@ def _model(job: _Job) -> None:
         job.put("policy.max_prompt_tokens", _LONGEST_PROMPT, "TRL has no limit")
         job.put("policy.too_long", "error", "TRL has no limit")
         job.notes.append(
-            f"TRL has no limit on prompts; here a prompt of more than policy.max_prompt_tokens = {_LONGEST_PROMPT} tokens"
-            " ends the run with an error"
+            f"TRL has no limit on prompts; here policy.max_prompt_tokens is one, {_LONGEST_PROMPT} unless you set it: a"
+            " longer prompt ends the run with an error (policy.too_long)"
         )
 
 
@@ -436,8 +448,9 @@ def _batch(job: _Job) -> None:
     job.put("training.updates_per_step", updates, job.describe("steps_per_generation", "gradient_accumulation_steps"))
     job.put("training.epochs_per_step", iterations, job.describe("num_iterations"))
     job.notes.append(
-        f"a step samples {responses} responses = {prompts} prompts x {group}, for {updates * iterations} updates, as TRL"
-        f" does with {processes} process{'es' if processes > 1 else ''}; with others multiply training.prompts_per_step"
+        f"a step samples {responses} responses = {prompts} prompts x {group}, for {count(updates * iterations, 'update')},"
+        f" as TRL does with {processes} process{'es' if processes > 1 else ''}; with others multiply"
+        " training.prompts_per_step"
     )
     if updates > 1:
         job.notes.append("TRL shuffles the responses of a step over its updates; here an update takes whole groups")

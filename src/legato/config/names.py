@@ -164,7 +164,7 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
         'temperature': {'rule': ('number', (), {'minimum': 0.0001, 'maximum': 100.0}), 'needed': False, 'value': None, 'default': '`1.0`', 'says': 'Temperature of the sampled responses.', 'resume': 'free'},
         'target': {'rule': ('number', (), {'above': 0.0, 'maximum': 1.0, 'optional': True}), 'needed': False, 'value': None, 'default': 'absent', 'says': 'The run ends early when sampled accuracy reaches this (and greedy accuracy target_greedy, if set).', 'resume': 'free'},
         'target_greedy': {'rule': ('number', (), {'above': 0.0, 'maximum': 1.0, 'optional': True}), 'needed': False, 'value': None, 'default': 'absent', 'says': 'The run ends early when greedy accuracy reaches this (and sampled accuracy target, if set).', 'resume': 'free'},
-        'best_metric': {'rule': ('text', (), {}), 'needed': False, 'value': None, 'default': '`"eval/accuracy_sampled"`', 'says': 'The metric by which the best checkpoint is chosen and kept: "eval/accuracy_greedy", "eval/NAME/avg@16", "eval/NAME/pass@8".', 'resume': 'free'},
+        'best_metric': {'rule': ('text', (), {}), 'needed': False, 'value': None, 'default': '`"eval/accuracy_sampled"`', 'says': 'The metric by which the best checkpoint is chosen and kept: "eval/accuracy_greedy", "eval/reward_sampled", "eval/NAME/avg@16", "eval/NAME/pass@8".', 'resume': 'free'},
         'sets': {'table': 'evaluation.sets.NAME', 'allowed': 'a table of tables', 'optional': False, 'several': True, 'needed': False, 'value': None, 'default': 'none', 'says': 'Further problems to evaluate on: `[[evaluation.sets]]` in a recipe, each with a name; or a list of the names of tasks.', 'resume': 'free'},
     },
     'evaluation.sets.NAME': {

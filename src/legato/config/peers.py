@@ -1,7 +1,7 @@
 """What each option of TRL and of verl is here: one table for `--from-trl`, for misspelt options and for docs/migrating.md.
 
 The names and defaults are those of TRL 1.16.0 (GRPOConfig, ModelConfig and the arguments of `trl grpo`, on the
-TrainingArguments of transformers 5.22) and of verl 0.9.1. No torch is imported here.
+TrainingArguments of transformers 5.22 and 5.23) and of verl 0.9.1. No torch is imported here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,9 @@ def _table(answer: str, rows: Mapping[str, tuple[Any, str, str]]) -> dict[str, K
 
 
 _CLIP = "algorithm.objective.trust.clip"
-_ONE_GPU = "Legato trains on one GPU"
+_RANKS = "several GPUs are `legato train --processes N`, or torchrun (docs/scaling.md)"
+_WHOLE_ENGINE = "each process samples with a whole model (docs/scaling.md)"
+_SHARD = f'{_RANKS}, with training.shard = "optimizer" or "layers"'
 _ENGINE = "Legato samples with its own engine from the weights that are trained"
 _EVERY_STEP = "every step is recorded"
 _STORED = "rollouts are stored (output.rollouts_every_steps) and shown by `legato dashboard` and in the report"
@@ -187,6 +189,8 @@ _TRL_NO_EFFECT = {
     "pad_to_multiple_of": ("auto", "", _PADDING),
     "gradient_checkpointing": (True, "policy.gradient_checkpointing", "auto: where activations do not fit; the same result"),
     "gradient_checkpointing_kwargs": (None, "policy.gradient_checkpointing", "auto"),
+    "activation_checkpointing": (True, "policy.gradient_checkpointing", "the name of transformers 5.23; auto"),
+    "activation_checkpointing_kwargs": (None, "policy.gradient_checkpointing", "auto"),
     "cache_implementation": (None, "", _ENGINE),
     "use_cache": (False, "", _ENGINE),
     "vllm_mode": ("colocate", "", _ENGINE),
@@ -198,7 +202,7 @@ _TRL_NO_EFFECT = {
     "vllm_server_timeout": (240.0, "", _ENGINE),
     "vllm_group_port": (51216, "", _ENGINE),
     "vllm_gpu_memory_utilization": (0.3, "rollouts.kv_memory_share", "memory for keys and values"),
-    "vllm_tensor_parallel_size": (1, "", _ONE_GPU),
+    "vllm_tensor_parallel_size": (1, "", _WHOLE_ENGINE),
     "use_transformers_continuous_batching": (False, "", _ENGINE),
     "transformers_continuous_batching_config": (None, "", _ENGINE),
     "use_transformers_paged": (False, "", _ENGINE),
@@ -216,8 +220,8 @@ _TRL_NO_EFFECT = {
     "log_level_replica": ("warning", "", _EVERY_STEP),
     "include_num_input_tokens_seen": ("no", "", "tokens are always counted"),
     "disable_tqdm": (None, "", "no progress bar"),
-    "ds3_gather_for_generation": (True, "", _ONE_GPU),
-    "average_tokens_across_devices": (True, "", _ONE_GPU),
+    "ds3_gather_for_generation": (True, "", _RANKS),
+    "average_tokens_across_devices": (True, "", _RANKS),
     "bf16_full_eval": (False, "", "evaluations use the engine of the rollouts"),
     "fp16_full_eval": (False, "", "evaluations use the engine of the rollouts"),
     "tf32": (None, "", "products are float32 or bfloat16"),
@@ -233,12 +237,12 @@ _TRL_NO_EFFECT = {
     "eval_accumulation_steps": (None, "", "memory only"),
     "eval_on_start": (False, "", "the policy is always evaluated before the first step"),
     "eval_do_concat_batches": (True, "", "evaluation measures accuracy, with intervals"),
-    "eval_use_gather_object": (False, "", _ONE_GPU),
+    "eval_use_gather_object": (False, "", _RANKS),
     "prediction_loss_only": (False, "", "evaluation measures accuracy, with intervals"),
     "include_for_metrics": ([], "", "evaluation measures accuracy, with intervals"),
     "batch_eval_metrics": (False, "", "evaluation measures accuracy, with intervals"),
     "save_only_model": (False, "", "a checkpoint always holds what `legato resume` needs"),
-    "save_on_each_node": (False, "", _ONE_GPU),
+    "save_on_each_node": (False, "", _RANKS),
     "save_safetensors": (True, "", "weights are always safetensors"),
     "overwrite_output_dir": (False, "output.name", "an existing run is never overwritten: choose another name"),
     "enable_jit_checkpoint": (False, "", "SIGTERM saves and ends the run; SIGUSR2 saves and goes on"),
@@ -246,14 +250,14 @@ _TRL_NO_EFFECT = {
     "ignore_data_skip": (False, "", "`legato resume` goes on at the right problem"),
     "restore_callback_states_from_checkpoint": (False, "", "`legato resume` restores everything"),
     "full_determinism": (False, "", "on a CPU runs are equal to the bit in any case"),
-    "accelerator_config": (None, "", _ONE_GPU),
-    "ddp_find_unused_parameters": (None, "", _ONE_GPU),
-    "ddp_bucket_cap_mb": (None, "", _ONE_GPU),
-    "ddp_broadcast_buffers": (None, "", _ONE_GPU),
-    "ddp_static_graph": (None, "", _ONE_GPU),
-    "ddp_backend": (None, "", _ONE_GPU),
-    "ddp_timeout": (1800, "", _ONE_GPU),
-    "local_rank": (-1, "", _ONE_GPU),
+    "accelerator_config": (None, "", _RANKS),
+    "ddp_find_unused_parameters": (None, "", _RANKS),
+    "ddp_bucket_cap_mb": (None, "", _RANKS),
+    "ddp_broadcast_buffers": (None, "", _RANKS),
+    "ddp_static_graph": (None, "", _RANKS),
+    "ddp_backend": (None, "", _RANKS),
+    "ddp_timeout": (1800, "", _RANKS),
+    "local_rank": (-1, "", _RANKS),
     "dataloader_drop_last": (False, "", _DATA),
     "dataloader_num_workers": (0, "", _DATA),
     "dataloader_pin_memory": (True, "", _DATA),
@@ -270,7 +274,7 @@ _TRL_NO_EFFECT = {
     "do_eval": (False, "", "the verb says it: legato eval"),
     "do_predict": (False, "", "the verb says it: legato sample"),
     "dataset_test_split": ("test", "task.held_out_share", "held-out problems come from the same data"),
-    "ignore_bias_buffers": (False, "", _ONE_GPU),
+    "ignore_bias_buffers": (False, "", _RANKS),
     "lora_task_type": ("CAUSAL_LM", "", "always CAUSAL_LM"),
     "bnb_4bit_quant_type": ("nf4", "", "only with load_in_4bit"),
     "use_bnb_nested_quant": (False, "", "only with load_in_4bit"),
@@ -309,10 +313,10 @@ _TRL_LEFT_OUT = {
     "trackio_space_id": (None, "", "name the project in output.project"),
     "trackio_bucket_id": (None, "", "name the project in output.project"),
     "trackio_static_space_id": (None, "", "name the project in output.project"),
-    "parallelism_config": (None, "", f"{_ONE_GPU}; training.offload_optimizer and policy.lora save memory"),
-    "fsdp": (None, "", f"{_ONE_GPU}; training.offload_optimizer and policy.lora save memory"),
-    "fsdp_config": (None, "", f"{_ONE_GPU}; training.offload_optimizer and policy.lora save memory"),
-    "deepspeed": (None, "", f"{_ONE_GPU}; training.offload_optimizer and policy.lora save memory"),
+    "parallelism_config": (None, "training.shard", f"{_SHARD}; training.offload_optimizer and policy.lora save memory"),
+    "fsdp": (None, "training.shard", f"{_SHARD}; training.offload_optimizer and policy.lora save memory"),
+    "fsdp_config": (None, "training.shard", f"{_SHARD}; training.offload_optimizer and policy.lora save memory"),
+    "deepspeed": (None, "training.shard", f"{_SHARD}; training.offload_optimizer and policy.lora save memory"),
     "max_tool_calling_iterations": (None, "task.environment", "tools are an environment here: docs/environments.md"),
     "dataset_streaming": (False, "", "the data set is loaded whole"),
     "streaming": (False, "", "the data set is loaded whole"),
@@ -468,8 +472,12 @@ _VERL_LEFT_OUT = {
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": (None, "training.tokens_per_pack", "packs are cut to fit the memory"),
     f"{_ACTOR}.use_dynamic_bsz": (False, "training.tokens_per_pack", "rows are always packed by tokens"),
     f"{_ACTOR}.shuffle": (False, "", "groups of a step are divided in order"),
-    f"{_ACTOR}.fsdp_config.param_offload": (False, "training.offload_optimizer", _ONE_GPU),
-    f"{_ROLLOUT}.tensor_model_parallel_size": (2, "", _ONE_GPU),
+    f"{_ACTOR}.fsdp_config.param_offload": (
+        False,
+        "training.offload_optimizer",
+        "moments and masters on the host; weights stay on the GPU",
+    ),
+    f"{_ROLLOUT}.tensor_model_parallel_size": (2, "", _WHOLE_ENGINE),
     f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": (None, "training.tokens_per_pack", "packs are cut to fit the memory"),
     f"{_ROLLOUT}.multi_turn.enable": (False, "task.environment", "docs/environments.md"),
     f"{_ROLLOUT}.calculate_log_probs": (True, "", "the engine always returns log-probs"),
@@ -488,8 +496,8 @@ _VERL_LEFT_OUT = {
     ),
     "algorithm.kl_penalty": ("kl", "algorithm.advantage.reward_kl", "the k1 form"),
     "data.reward_fn_key": ("data_source", "reward.kind", "a reward gets every column of a problem by name"),
-    "trainer.n_gpus_per_node": (8, "", _ONE_GPU),
-    "trainer.nnodes": (1, "", _ONE_GPU),
+    "trainer.n_gpus_per_node": (8, "", _RANKS),
+    "trainer.nnodes": (1, "", _RANKS),
     "trainer.critic_warmup": (0, "", "actor and critic are trained from the first step"),
     "trainer.val_before_train": (True, "", "the policy is always evaluated before the first step"),
     "trainer.resume_mode": ("auto", "", "`legato resume RUN`"),

@@ -266,8 +266,8 @@ class Evaluation:
     )
     best_metric: str = text(
         default="eval/accuracy_sampled",
-        says='The metric by which the best checkpoint is chosen and kept: "eval/accuracy_greedy", "eval/NAME/avg@16",'
-        ' "eval/NAME/pass@8".',
+        says='The metric by which the best checkpoint is chosen and kept: "eval/accuracy_greedy", "eval/reward_sampled",'
+        ' "eval/NAME/avg@16", "eval/NAME/pass@8".',
     )
     sets: Mapping[str, EvaluationSet] = tables(
         EvaluationSet,

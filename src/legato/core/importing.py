@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from legato.core.place import advice_from_above
 from legato.core.user_code import DEFAULT_SECONDS, CallFailedError, UserCode
 from legato.errors import InputError, nearest
 
@@ -231,7 +232,7 @@ def check_file(what: str, path: str) -> Path | None:
     place = path.rpartition(":")[0]
     file = Path(place).resolve() if place.endswith(".py") else None
     if file is not None and not file.is_file():
-        raise InputError(f"{what} {path!r}: there is no file {file}")
+        raise InputError(f"{what} {path!r}: there is no file {file}{advice_from_above(Path(place))}")
     return file
 
 

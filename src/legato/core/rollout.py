@@ -140,11 +140,17 @@ class Score:
 
     reward: float
     accuracy: float
+    """The mean of the components that judge the answer: any number. Filters compare it within a group."""
     components: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] | None = None
     """`reward` divided among the turns; None: all of it is at the last turn."""
     absent: tuple[str, ...] = ()
     """Names of rewards that do not apply to this rollout: they returned None."""
+
+    @property
+    def correctness(self) -> float:
+        """`accuracy` limited to 0 to 1, for all that is shown as an accuracy: many rewards pay 2 or subtract points."""
+        return min(1.0, max(0.0, self.accuracy))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

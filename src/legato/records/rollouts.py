@@ -32,7 +32,7 @@ def rollout_record(rollout: Rollout, score: Score | Unscorable) -> dict[str, Any
         "text": rollout.text,
         "answer": rollout.problem.answer,
         "reward": score.reward if isinstance(score, Score) else None,
-        "accuracy": score.accuracy if isinstance(score, Score) else 0.0,
+        "accuracy": score.correctness if isinstance(score, Score) else 0.0,
         "components": dict(score.components) if isinstance(score, Score) else {},
         "unscorable": None if scored else str(getattr(score, "reason", "")),
         "stop": rollout.stop.name.lower(),

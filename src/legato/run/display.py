@@ -31,6 +31,7 @@ SHOWN = (
 )
 """(metric key, label, format) of the numbers that both displays show, in order."""
 
+HELD_OUT_REWARD = "eval/reward_sampled"
 HELD_OUT = (("eval/accuracy_sampled", "held-out sampled"), ("eval/accuracy_greedy", "held-out greedy"))
 
 
@@ -83,6 +84,8 @@ def _number(metrics: Metrics, key: str, form: str) -> str | None:
 def _pairs(metrics: Metrics, evaluation: Metrics | None) -> list[tuple[str, str]]:
     pairs = [(word, _number(metrics, key, form)) for key, word, form in SHOWN]
     pairs[2:2] = [(word, _number(evaluation or {}, key, ".1%")) for key, word in (*HELD_OUT, *_sets(evaluation or {}))]
+    if not 0 <= (evaluation or {}).get(HELD_OUT_REWARD, 0.0) <= 1:  # else accuracy says as much
+        pairs.insert(2, ("held-out reward", _number(evaluation or {}, HELD_OUT_REWARD, ".3f")))
     return [(word, text) for word, text in pairs if text is not None]
 
 

@@ -18,7 +18,7 @@ from legato.run.sizes import check_samples
 from legato.run.target import Target
 from legato.tasks.data import Jsonl, Parquet
 from legato.tasks.source import Source
-from legato.training.evaluate import Answered, ProblemSet, values_by_problem
+from legato.training.evaluate import Answered, ProblemSet, mean_reward, outside_accuracy, values_by_problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,8 @@ class EvaluationResult:
     rows: tuple[AccuracyRow, ...]
     answered: tuple[tuple[Answered, ...], ...]
     unscorable: int
+    reward: float | None = None
+    """The mean reward of the answers that were scored, if verdicts leave 0 to 1: accuracy says less then."""
     sets: "tuple[SetResult, ...]" = ()
 
 
@@ -132,6 +134,7 @@ def _evaluate(
         rows=tuple(rows),
         answered=tuple(map(tuple, answers)),
         unscorable=unscorable,
+        reward=None if outside_accuracy(answers) is None else mean_reward(answers),
         sets=tuple(_measure(each, seed, 2 + place) for place, each in enumerate(sets)),
     )
 

@@ -36,7 +36,7 @@ from legato.run.pace import Pace
 from legato.run.room import Pause
 from legato.run.watcher import GuardedWatcher
 from legato.training import checkpoint
-from legato.training.evaluate import Evaluator, ProblemSet, accuracy_metrics
+from legato.training.evaluate import HELD_OUT_REWARDS, Evaluator, ProblemSet, accuracy_metrics, outside_accuracy
 from legato.training.probe import Floor, UnsafeAnchorError
 from legato.training.ranks.join import read_launch
 from legato.training.report import StepReport
@@ -104,6 +104,8 @@ class Execution:
     before_step: "BeforeStep | None" = None
     """The state before the last step that was begun."""
     noted_printing: bool = False
+    noted_range: bool = False
+    """Whether it was said that the reward is no accuracy."""
     """Whether the records say that printing stopped."""
     seconds_before: float = 0.0
     """The seconds of training of earlier sessions, up to the checkpoint that was resumed."""
@@ -438,6 +440,7 @@ class Execution:
             greedy = answer(self.held_out, Sampling(temperature=0), 1, self._seed, 2 * step + 1)
             metrics |= accuracy_metrics("greedy", greedy)
         metrics["eval/problems"] = float(len(self.held_out))
+        self._show_range(outside_accuracy(sampled))
         self.directory.append_metrics({"kind": "evaluation", "step": step, **metrics})
         for logger in self.loggers:
             logger.log(step, metrics)
@@ -450,6 +453,16 @@ class Execution:
             ]
             trained = self._stored_rollouts(step) if report is None else rollout_records(report.groups, report.details)
             self._store_rollouts(step, [*answers, *trained])
+
+    def _show_range(self, verdict: float | None) -> None:
+        """Say once that the reward leaves 0 to 1, so that its mean is no accuracy."""
+        if verdict is None or self.noted_range:
+            return
+        self.noted_range = True
+        self.watcher.message(
+            f"the reward judged an answer with {verdict:g}: for accuracy, verdicts above 1 count as 1 and those below 0 as"
+            " 0; eval/reward_sampled is the mean reward, and evaluation.best_metric can name it"
+        )
 
     def _store_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         if not self.directory.writes:
@@ -490,7 +503,8 @@ class Execution:
 
     def _show_best(self) -> None:
         for best in self._best_record().values():
-            self.watcher.message(f"the best checkpoint is {best['checkpoint']}: {best['metric']} = {best['value']:.1%}")
+            value = f"{best['value']:.4g}" if best["metric"] in HELD_OUT_REWARDS else f"{best['value']:.1%}"
+            self.watcher.message(f"the best checkpoint is {best['checkpoint']}: {best['metric']} = {value}")
 
     def _stored_rollouts(self, step: int) -> list[dict[str, Any]]:
         """The training rollouts that a step has already written."""

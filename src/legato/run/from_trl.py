@@ -41,12 +41,12 @@ def resolve_trl(
 
 def _check_complete(resolved: Resolved, given: wire.Given) -> None:
     """InputError if data, reward or model are named nowhere: TRL's script passes them beside the configuration."""
-    have = {"task.kind": given.problems, "reward.kind": given.reward, "policy.model": given.model}
-    missing = [
-        path
-        for path, thing in have.items()
-        if thing is None and resolved.provenance.get(path) == "default" and not resolved.config.reward.components
-    ]
+    have = {
+        "task.kind": given.problems,
+        "reward.kind": given.reward or resolved.config.reward.components or None,
+        "policy.model": given.model,
+    }
+    missing = [path for path, thing in have.items() if thing is None and resolved.provenance.get(path) == "default"]
     if missing:
         things = " and ".join(_MISSING[path][0] for path in missing)
         words = " ".join(_MISSING[path][1] for path in missing)

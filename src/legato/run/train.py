@@ -861,7 +861,7 @@ def _early_end(resolved: Resolved) -> list[str]:
     goals = [f"{path} = {target:g}" for path, target in targets.items() if target is not None]
     ways = [f"when {' and '.join(goals)} {'are' if goals[1:] else 'is'} reached"] if goals else []
     ways += ["on an alarm of the health watch"] if config.health.action in ("stop", "recover") else []
-    if not ways:
+    if not ways or config.training.steps == 1:
         return []
     return [f"may end before step {config.training.steps}, {' or '.join(ways)}: the time left is that of all steps"]
 

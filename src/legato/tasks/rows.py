@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from legato.core.place import advice_from_above
 from legato.errors import InputError
 
 Row = tuple[str, Mapping[str, Any]]
@@ -39,7 +40,7 @@ def check_path(path: Path, endings: tuple[str, ...]) -> None:
     allowed = " or ".join(endings)
     if not path.exists():
         place = "" if path.is_absolute() else f" in {Path.cwd()}, where legato was started"
-        raise InputError(f"{path}: there is no such file{place}; expected a {allowed} file")
+        raise InputError(f"{path}: there is no such file{place}; expected a {allowed} file{advice_from_above(path)}")
     if path.is_dir():
         raise InputError(f"{path}: expected a {allowed} file, got a folder")
     if path.name.endswith(_PICKLED):

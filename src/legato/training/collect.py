@@ -243,7 +243,7 @@ class Collector:
                 continue
             members.append(Scored(rollout=rollout, score=score))
             tally.rewards.append(score.reward)
-            tally.accuracy.append(score.accuracy)
+            tally.accuracy.append(score.correctness)
             tally.lengths.append(len(rollout.tokens))
             tally.truncated += rollout.stop in TRUNCATED
             for name, value in score.components.items():

@@ -14,6 +14,9 @@ from legato.rollouts.randomness import seed_of
 from legato.rollouts.sampling import Sampling
 from legato.training.play import Judge, play_and_score
 
+HELD_OUT_REWARDS = ("eval/reward_sampled", "eval/reward_greedy")
+"""Metrics of an evaluation that are rewards, and so any number."""
+
 
 def pass_at(successes: int, trials: int, k: int) -> float:
     """The unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k)."""
@@ -33,8 +36,8 @@ class Answered:
 
     @property
     def accuracy(self) -> float:
-        """The accuracy; 0 for an unscorable rollout, since evaluations are not trained on."""
-        return 0.0 if isinstance(self.score, Unscorable) else self.score.accuracy
+        """The accuracy, from 0 to 1; 0 for an unscorable rollout, since evaluations are not trained on."""
+        return 0.0 if isinstance(self.score, Unscorable) else self.score.correctness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +77,32 @@ class Evaluator:
 
 
 def accuracy_metrics(name: str, answered: Sequence[Sequence[Answered]]) -> dict[str, float]:
-    """`eval/accuracy_<name>` with its 95 % interval, and the mean length."""
+    """`eval/accuracy_<name>` with its 95 % interval, the mean reward of those that were scored, and the mean length."""
     means = [sum(a.accuracy for a in row) / len(row) for row in answered]
     one = all(len(row) == 1 for row in answered) and all(mean in (0.0, 1.0) for mean in means)
     low, high = wilson_interval(sum(means), len(means)) if one else mean_interval(means)
     lengths = [len(a.rollout.tokens) for row in answered for a in row]
+    reward = mean_reward(answered)
     return {
         f"eval/accuracy_{name}": sum(means) / len(means),
         f"eval/accuracy_{name}_low": low,
         f"eval/accuracy_{name}_high": high,
+        **({} if reward is None else {f"eval/reward_{name}": reward}),
         f"eval/length_{name}": sum(lengths) / len(lengths),
     }
+
+
+def mean_reward(answered: Sequence[Sequence[Answered]]) -> float | None:
+    """The mean reward of the rollouts that were scored; None if none was."""
+    rewards = [a.score.reward for row in answered for a in row if isinstance(a.score, Score)]
+    return math.fsum(rewards) / len(rewards) if rewards else None
+
+
+def outside_accuracy(answered: Sequence[Sequence[Answered]]) -> float | None:
+    """A verdict on an answer that is no accuracy, the farthest from 0 to 1; None if there is none."""
+    verdicts = [a.score.accuracy for row in answered for a in row if isinstance(a.score, Score)]
+    outside = [each for each in verdicts if not 0 <= each <= 1]
+    return max(outside, key=lambda each: abs(each - 0.5), default=None)
 
 
 def measure_names(samples: int) -> list[str]:

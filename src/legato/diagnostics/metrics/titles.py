@@ -39,6 +39,8 @@ TITLES = {
     "eval/length_greedy": "Length of held-out responses, greedy",
     "eval/length_sampled": "Length of held-out responses, sampled",
     "eval/problems": "Held-out problems",
+    "eval/reward_greedy": "Held-out reward, greedy",
+    "eval/reward_sampled": "Held-out reward, sampled",
     "gate/closed": "Tokens with a closed gate",
     "gate/mean": "Mean of the soft gate",
     "gradient/norm": "Gradient norm",
