@@ -60,6 +60,8 @@ _SLACK = 0.06
 """Share of all other items: block rounding, fragmentation and matmul workspaces."""
 
 _FLOAT32 = 4
+OFFLOADED_TOGETHER = 2**28
+"""Numbers of offloaded masters that are stepped together: a gigabyte of gradients in host memory."""
 EIGHT_BIT_MOMENT = 1 + _FLOAT32 / 256
 """Bytes per moment of 8-bit AdamW: one byte, and a float32 scale for each block of 256."""
 
@@ -166,7 +168,7 @@ class Demand:
             items["gradients"] = min(items["gradients"], max(in_head, items["gradients"] - saved))
         memory = Memory(
             **{name: int(value) for name, value in items.items()},
-            host=masters + moments + stepped * exact if self.offload else 0,
+            host=masters + moments + min(stepped, max(OFFLOADED_TOGETHER, shape.largest)) * exact if self.offload else 0,
             checkpointing=checkpointing,
             slack=0,
         )
