@@ -10,8 +10,8 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from legato.core.outcome import Coefficients
-from legato.policy.head.head import Head, _Product
 from legato.policy import policy as policy_module
+from legato.policy.head.head import Head, _Product
 from legato.policy.layers import fused
 from legato.policy.layers.accumulate import may_write_gradients
 from legato.policy.layers.unrolled import Unrolled
