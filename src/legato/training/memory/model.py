@@ -17,7 +17,7 @@ k = key heads x head size, f SwiGLU width; a token uses c of E experts, each of 
                                   the router's weight multiplies; the router's softmax; the indices of the dispatch
     fused layers of plain matrices (`policy/layers/layer.py`), which recompute cheap activations
       e (2h + 2q + 2k + 2f) + 4 heads          the residual twice, queries, keys, values, the attention output, gate and up
-    fused layers part by part: experts, adapters, sharded layers
+    fused layers part by part: experts, adapters
       2 (2eh + 4)                 each norm: its input and its output (and one float32 of reserve)
       e (q + k) + 4 (heads + key heads)        norm and rotary embedding of the heads in one kernel: their input
       e (2q + 2k) + 4 heads       attention
@@ -96,7 +96,7 @@ class Demand:
     fused: bool = False
     """Whether the layers use our fused kernels."""
     by_parts: bool = False
-    """Whether fused layers run part by part: sharded layers, whose gradients autograd must compute, and adapters."""
+    """Whether fused layers run part by part though they have no adapters: a measurement that switches whole layers off."""
     tables: bool = False
     """Whether attention runs over padded tables."""
     scores: bool = False
