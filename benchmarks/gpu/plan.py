@@ -6,7 +6,7 @@
 
 Every shape trains a few whole steps (sampling, old log-probs, updates) in a process of its own, so that one that runs out of
 memory or time ends alone. Results are written after each shape. Shapes that were never measured come first. "8b-offload" is
-measured only if it is named: it takes 131 GB of host memory, and a machine that runs out of it may take all results along.
+measured only if it is named: it takes 101 GB of host memory, and a machine that runs out of it may take all results along.
 """
 
 import argparse
@@ -52,12 +52,12 @@ class Case:
 
 
 SHAPES: dict[str, Case] = {
-    "4b": Case(title="Qwen3-4B, full training", model="qwen3-4b"),
-    "8b-lora": Case(title="Qwen3-8B, LoRA of rank 16", model="qwen3-8b", lora_rank=16, checkpointing=True),
-    "mixture": Case(title="Qwen3-30B-A3B cut to 6 of 48 layers, full training", model="qwen3-30b-a3b", layers=6),
     "8b-8bit": Case(
-        title="Qwen3-8B, full training, 8-bit optimizer", model="qwen3-8b", eight_bit=True, tokens_per_pack=8192
+        title="Qwen3-8B, full training, 8-bit optimizer", model="qwen3-8b", eight_bit=True, tokens_per_pack=8192, steps=1
     ),
+    "8b-lora": Case(title="Qwen3-8B, LoRA of rank 16", model="qwen3-8b", lora_rank=16, checkpointing=True, steps=1),
+    "4b": Case(title="Qwen3-4B, full training", model="qwen3-4b", steps=1),
+    "mixture": Case(title="Qwen3-30B-A3B cut to 6 of 48 layers, full training", model="qwen3-30b-a3b", layers=6, steps=1),
     "1.7b": Case(title="Qwen3-1.7B, full training", model="qwen3-1.7b", seconds=80.0),
     "0.6b": Case(title="Qwen3-0.6B, full training", model="qwen3-0.6b", seconds=80.0),
     "8b-offload": Case(
@@ -242,9 +242,11 @@ def why_not(name: str, *, device: str) -> str | None:
 
         from legato.capacity.model import build_model
         from legato.training.memory.available import available
+        from legato.training.memory.model import Demand
 
-        parameters = build_model(case.model, case.model, config_of(case, tiny=False)).parameters
-        needed, room = 16 * parameters + OF_A_PROCESS, available(torch.device("cpu"))
+        model = build_model(case.model, case.model, config_of(case, tiny=False))
+        demand = Demand(shape=model.shape, size=2, tokens_per_pack=1, parameters=model.parameters, offload=True)
+        needed, room = demand.memory(checkpointing=False).host + OF_A_PROCESS, available(torch.device("cpu"))
         if room is not None and needed > room:
             return f"the host has {room / 1e9:.0f} GB, {needed / 1e9:.0f} GB are needed"
     return None
@@ -265,7 +267,9 @@ def run_child(name: str, limit: float, options: argparse.Namespace) -> dict[str,
                 result: dict[str, Any] = json.loads(target.read_text())
                 return result
             log.seek(0)
-            last = [line for line in log.read().splitlines() if line.strip()][-1:]
+            lines = [line for line in log.read().splitlines() if line.strip()]
+            print("\n".join(lines[-30:]), flush=True)
+            last = lines[-1:]
     return {"error": f"exit code {done.returncode}: {' '.join(last)}"[:400]}
 
 

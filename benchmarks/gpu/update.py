@@ -18,6 +18,7 @@ from benchmarks.gpu import work as work
 from benchmarks.gpu.measure import GIB, Bench, Part
 from benchmarks.gpu.work import Work
 from legato.core.rollout import Problem, Rollout, Score
+from legato.core.world import OneProcess, World
 from legato.policy.layers import fused
 from legato.rollouts.engine import Limits
 from legato.rollouts.episodes import Runner
@@ -27,6 +28,7 @@ from legato.rollouts.scripted import ScriptedEngine
 from legato.tasks.source import Pool
 from legato.training.collect import Collector, CollectorSettings
 from legato.training.optimizer import Optimizer, OptimizerSettings
+from legato.training.pieces import Division
 from legato.training.step import Trainer, TrainingSettings
 
 
@@ -75,8 +77,13 @@ def fixed_trainer(
     *,
     lr: float = work.LEARNING_RATE,
     optimizer: OptimizerSettings | None = None,
+    world: World | None = None,
+    division: Division | None = None,
 ) -> Trainer:
-    """Our trainer on fixed responses and a table of rewards; `optimizer`: other settings than the defaults with `lr`."""
+    """Our trainer on fixed responses and a table of rewards; `optimizer`: other settings than the defaults with `lr`.
+
+    `world` and `division`: its ranks and how they divide the weights; None: one process.
+    """
     from legato.algorithms import sequence_family  # noqa: F401  (registers gspo)
     from legato.algorithms.catalogue import entry
 
@@ -92,15 +99,18 @@ def fixed_trainer(
         sampling=Sampling(),
         settings=CollectorSettings(samples_per_prompt=samples, max_prompt_tokens=max(map(len, workload.prompts))),
         seed=0,
+        world=OneProcess() if world is None else world,
     )
+    settings = optimizer or OptimizerSettings(lr=lr)
     return Trainer(
         policy=policy,
         algorithm=entry("gspo").value,
         source=collector,
-        optimizer=Optimizer(policy.parameters(), optimizer or OptimizerSettings(lr=lr), total_updates=10**6),
+        optimizer=Optimizer(policy.parameters(), settings, total_updates=10**6, division=division),
         settings=TrainingSettings(
             prompts_per_step=len(workload.prompts), updates_per_step=work.UPDATES, anchor="recompute", probe_every_steps=0
         ),
+        world=world,
     )
 
 

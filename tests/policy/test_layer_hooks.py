@@ -10,13 +10,14 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from legato.core.outcome import Coefficients
+from legato.policy import policy as policy_module
 from legato.policy.head.head import Head, _Product
 from legato.policy.layers import fused
 from legato.policy.layers.accumulate import may_write_gradients
 from legato.policy.layers.unrolled import Unrolled
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.model.tiny import TinyShape
-from legato.policy.policy import Piece, Policy
+from legato.policy.policy import Piece, Policy, local_part
 from tests.policy.exact import accumulate, ones
 from tests.policy.fused import install, texts
 
@@ -160,23 +161,25 @@ def test_may_write_gradients_refuses_hooks_subclasses_and_sharding() -> None:
     hooked, counted, frozen = weight(), weight(), Other(torch.zeros(2), requires_grad=False)
     hooked.register_hook(lambda gradient: gradient)
     counted.register_post_accumulate_grad_hook(lambda parameter: None)
-    sharded = type("FSDPLinear", (type("FSDPModule", (), {}), nn.Linear), {})(2, 2)
+    # FSDP2 reads the gradients of gathered weights after the backward; FSDP1 learns of them from autograd.
+    gathered = type("FSDPLinear", (type("FSDPModule", (), {}), nn.Linear), {})(2, 2)
+    sharded = type("FullyShardedDataParallel", (nn.Linear,), {})(2, 2)
     plain = nn.Linear(2, 2)
     assert may_write_gradients([weight(), None, frozen], plain)
     assert not may_write_gradients([weight(), hooked], plain)
     assert not may_write_gradients([counted], plain)
     assert not may_write_gradients([Other(torch.zeros(2))], plain)
     assert not may_write_gradients([weight()], plain, sharded)
+    assert may_write_gradients([weight()], plain, gathered)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_sharded_layers_get_the_gradients_of_whole_layers(checkpointing: bool, patch: pytest.MonkeyPatch) -> None:
+def test_sharded_layers_get_the_gradients_of_whole_layers(patch: pytest.MonkeyPatch) -> None:
     """FSDP2 gathers the weights of a layer before it is called, and again before its backward; hooks tell it when."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    policy, sharded = tiny(gradient_checkpointing=checkpointing), tiny(gradient_checkpointing=checkpointing)
+    policy, sharded = tiny(), tiny()
     install(patch)
     expected, expected_gradients = accumulate_update(policy)
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -192,6 +195,44 @@ def test_sharded_layers_get_the_gradients_of_whole_layers(checkpointing: bool, p
         distributed.destroy_process_group()
     assert torch.equal(logprobs, expected)
     assert largest_difference(local, expected_gradients) < 1e-5
+
+
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layers_divided_among_ranks_run_whole_and_follow_their_weights(
+    checkpointing: bool, patch: pytest.MonkeyPatch
+) -> None:
+    """`training.shard = "layers"`: each layer is one hand-written function, and is gathered anew after every update."""
+    from torch import distributed
+
+    from legato.training.ranks.layers import divide_layers
+    from legato.training.ranks.process_group import ProcessGroup
+
+    policy, divided = tiny(gradient_checkpointing=checkpointing), tiny(gradient_checkpointing=checkpointing)
+    install(patch)
+    expected, expected_gradients = accumulate_update(policy)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        divide_layers(divided, ProcessGroup())
+        assert divided.trains_fused, divided.why_not_fused()
+        whole, run_whole = list[Any](), policy_module.run_plain_layer
+        patch.setattr(policy_module, "run_plain_layer", lambda layer, *rest: whole.append(layer) or run_whole(layer, *rest))
+        divided.score(texts(), ROWS)
+        # Before the first backward of a step FSDP2 has gathered for scoring only.
+        for _ in range(2):
+            whole.clear()
+            logprobs, gradients = accumulate_update(divided)
+            assert whole[: len(layers_of(divided))] == layers_of(divided)
+            local = {name: local_part(gradient) for name, gradient in gradients.items()}
+            assert torch.equal(logprobs, expected) and largest_difference(local, expected_gradients) < 1e-6
+        for each in (policy, divided):
+            for name, weight in each.parameters().items():
+                if ".layers." in name:
+                    local_part(weight.data).mul_(1.5)
+        assert torch.equal(divided.score(texts(), ROWS).logprobs, policy.score(texts(), ROWS).logprobs)
+        assert not torch.equal(policy.score(texts(), ROWS).logprobs, expected)
+        assert not any("forward" in vars(module) for module in (divided.body.get_decoder(), *layers_of(divided)))
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_the_head_leaves_the_gradient_of_a_hooked_weight_to_autograd(patch: pytest.MonkeyPatch) -> None:

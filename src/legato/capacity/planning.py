@@ -39,7 +39,7 @@ class Plan:
                 f"{setup.idle_gpus} of {setup.gpus} GPUs have no group in an update: raise training.prompts_per_step"
             )
         if setup.offload:
-            held = f"{need.memory.host / 1e9:,.0f} GB of optimizer state and gradients for each GPU"
+            held = f"{need.memory.host / 1e9:,.0f} GB of optimizer state for each GPU"
             lines.append(f"the host holds {held}; the time of the offloaded optimizer is a lower bound")
         if setup.servers:
             lines.append("responses are sampled on other machines, whose memory and time are not planned")

@@ -78,8 +78,8 @@ class Setup:
 
     @property
     def by_parts(self) -> bool:
-        """Whether fused layers run part by part; `may_write_gradients` decides so for adapters and sharded layers."""
-        return self.fused and (self.lora_rank > 0 or self.shard == "layers")
+        """Whether fused layers run part by part: adapters are modules of their own."""
+        return self.fused and self.lora_rank > 0
 
     @property
     def groups(self) -> int:

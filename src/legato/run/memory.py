@@ -55,7 +55,6 @@ def demand_of(resolved: Resolved, policy: Policy, ranks: int = 1) -> Demand:
         tables=policy.packing and (not half or scores),
         scores=scores,
         fused=policy.trains_fused,
-        by_parts=policy.trains_fused and ranks > 1 and training.shard == "layers",
         sharding=Sharding(way=training.shard if ranks > 1 else "none", ranks=ranks, resident=True),
         sharing=(prompt + each * (prompt + response)) / group,
         longest=prompt + response,

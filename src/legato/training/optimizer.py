@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from legato.core.fields import choice, flag, integer, number, pair
 from legato.core.settings import settings
 from legato.errors import InputError
+from legato.training.memory.model import OFFLOADED_TOGETHER
 from legato.training.pieces import Division, Piece, Whole
 from legato.training.saved import SavedState, SavedTensors
-
-_OFFLOADED_TOGETHER = 2**28
-"""Numbers of offloaded masters that are stepped together: a gigabyte of gradients in host memory."""
 
 
 @settings()
@@ -152,8 +150,8 @@ class Optimizer:
     def step(self) -> tuple[Tensor, Tensor]:
         """One update from the gradients in the weights: (gradient norm before clipping, whether it was applied).
 
-        An update whose gradient is not finite is skipped, but the schedule moves on. Nothing here waits for a GPU: the
-        fused optimizer reads the clip and the decision to skip from the device.
+        An update whose gradient is not finite is skipped, but the schedule moves on. Nothing here waits for a GPU unless the
+        masters are offloaded: the fused optimizer reads the clip and the decision to skip from the device.
         """
         summed = self.division.gradients()
         gradients = {name: summed[name] for name in self.masters}
@@ -164,9 +162,13 @@ class Optimizer:
         for group in self.inner.param_groups:
             group["lr"] = group["peak"] * share
         if self.settings.optimizer == "adamw":
-            # The fused kernel divides gradients by grad_scale and skips the update if found_inf is 1. Both are float32.
-            self.inner.grad_scale = ((norm + 1e-6) / clip).clamp(min=1.0).float() if clip else norm.new_ones(()).float()
-            self.inner.found_inf = (~applied).float()
+            # The fused kernel divides gradients by grad_scale and skips the update if found_inf is 1. Both are float32. They
+            # are copied to the masters here: AdamW would copy from a GPU without waiting, and the host read what is not
+            # there yet.
+            device = next(iter(self.masters.values())).device if self.masters else norm.device
+            scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else norm.new_ones(())
+            self.inner.grad_scale = scale.to(device, torch.float32)
+            self.inner.found_inf = (~applied).to(device, torch.float32)
             self._step_all(gradients)
         elif bool(applied):
             if clip and float(norm) > clip:
@@ -198,11 +200,11 @@ class Optimizer:
         """The names of masters that are stepped together: all of them, or about a gigabyte if they are offloaded."""
         if not self.settings.offload_optimizer:
             return [list(self.masters)]
-        batches, room = [list[str]()], _OFFLOADED_TOGETHER
+        batches, room = [list[str]()], OFFLOADED_TOGETHER
         for name, master in self.masters.items():
             if batches[-1] and master.numel() > room:
                 batches.append([])
-                room = _OFFLOADED_TOGETHER
+                room = OFFLOADED_TOGETHER
             batches[-1].append(name)
             room -= master.numel()
         return batches

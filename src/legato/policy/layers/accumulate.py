@@ -7,25 +7,35 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-_SHARDED = ("FSDPModule", "FullyShardedDataParallel")
-
 
 def may_write_gradients(weights: Iterable[Tensor | None], *modules: nn.Module) -> bool:
     """Whether a hand-written backward may add to the `.grad` of these weights itself.
 
     It must leave that to autograd if a weight has hooks, is not a plain tensor (DTensor, quantised), or belongs to a module
-    that shards its weights. `modules`: the module that holds the weights, and the modules that contain it.
+    of FSDP1, which learns of gradients from autograd. FSDP2 reads `.grad` of the gathered weights after the backward of a
+    layer. `modules`: the module that holds the weights, and the modules that contain it.
     """
     for module in modules:
-        if _is_sharded(cast(Any, type(module))):
+        if _has_base(cast(Any, type(module)), "FullyShardedDataParallel"):
             return False
     return all([weight is None or not weight.requires_grad or _is_free(weight) for weight in weights])  # noqa: C419
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 divides weights of a module among ranks. It must be called as a module, so that its hooks fire."""
+    return _has_base(cast(Any, type(module)), "FSDPModule")
+
+
+def own_class(module: nn.Module) -> Any:
+    """The class of a module; that from before FSDP2 put a subclass in its place."""
+    kind: Any = type(module)
+    return kind.__bases__[-1] if kind.__bases__[0].__name__ == "FSDPModule" else kind
+
+
 @functools.lru_cache
-def _is_sharded(kind: Any) -> bool:
+def _has_base(kind: Any, name: str) -> bool:
     # Compared by name: importing the packages that shard takes a while, and a module that is not sharded needs none.
-    return any(base.__name__ in _SHARDED for base in kind.__mro__)
+    return any(base.__name__ == name for base in kind.__mro__)
 
 
 def _is_free(weight: Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from legato.policy.layers.accumulate import may_write_gradients
+from legato.policy.layers.accumulate import is_sharded, may_write_gradients, own_class
 from legato.policy.layers.layer import has_hooks, is_plain, is_swiglu, weights_of
 
 FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel", "MixtralModel")
@@ -52,7 +52,7 @@ AddNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]
 
 def why_not(body: Any) -> str | None:
     """Why a body cannot run through fused parts; None if it can."""
-    name = type(body).__name__
+    name = own_class(body).__name__
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(FAMILIES)}"
     for layer in body.layers:
@@ -92,15 +92,19 @@ def run_body(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Iter
     """The last hidden state [R, N] of R tokens at their positions: one per row in decoding, those of a pack in training.
 
     Layers are called as modules, so that their hooks fire; inside the context their `forward` is the fused one. Run the
-    backward inside the context too: gradient checkpointing calls the layers again.
+    backward inside the context too: gradient checkpointing calls the layers again. A body that FSDP2 divides is called as a
+    module too: its hooks prepare those of the layers.
     """
+    changed = [*body.layers, *([body] if is_sharded(body) else [])]
     for number, layer in enumerate(body.layers):
         layer.forward = partial(_layer_forward, parts, number, body, layer)
+    if is_sharded(body):
+        body.forward = partial(_last_hidden_state, parts, body)
     try:
-        yield _last_hidden_state(body, tokens, positions, parts)
+        yield body(tokens, positions) if is_sharded(body) else _last_hidden_state(parts, body, tokens, positions)
     finally:
-        for layer in body.layers:
-            del layer.forward  # the one of its class again
+        for module in changed:
+            del module.forward  # the one of its class again
 
 
 def run_body_without_backward(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Tensor:
@@ -109,7 +113,7 @@ def run_body_without_backward(body: Any, tokens: Tensor, positions: Tensor, part
         return hidden
 
 
-def _last_hidden_state(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Tensor:
+def _last_hidden_state(parts: Parts, body: Any, tokens: Tensor, positions: Tensor) -> Tensor:
     residual = body.embed_tokens(tokens)
     cosine, sine = (angle[0].contiguous() for angle in body.rotary_emb(residual.unsqueeze(0), positions.unsqueeze(0)))
     update: Tensor | None = None

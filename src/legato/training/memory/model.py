@@ -17,7 +17,7 @@ k = key heads x head size, f SwiGLU width; a token uses c of E experts, each of 
                                   the router's weight multiplies; the router's softmax; the indices of the dispatch
     fused layers of plain matrices (`policy/layers/layer.py`), which recompute cheap activations
       e (2h + 2q + 2k + 2f) + 4 heads          the residual twice, queries, keys, values, the attention output, gate and up
-    fused layers part by part: experts, adapters, sharded layers
+    fused layers part by part: experts, adapters
       2 (2eh + 4)                 each norm: its input and its output (and one float32 of reserve)
       e (q + k) + 4 (heads + key heads)        norm and rotary embedding of the heads in one kernel: their input
       e (2q + 2k) + 4 heads       attention
@@ -60,6 +60,8 @@ _SLACK = 0.06
 """Share of all other items: block rounding, fragmentation and matmul workspaces."""
 
 _FLOAT32 = 4
+OFFLOADED_TOGETHER = 2**28
+"""Numbers of offloaded masters that are stepped together: a gigabyte of gradients in host memory."""
 EIGHT_BIT_MOMENT = 1 + _FLOAT32 / 256
 """Bytes per moment of 8-bit AdamW: one byte, and a float32 scale for each block of 256."""
 
@@ -94,7 +96,7 @@ class Demand:
     fused: bool = False
     """Whether the layers use our fused kernels."""
     by_parts: bool = False
-    """Whether fused layers run part by part: sharded layers, whose gradients autograd must compute, and adapters."""
+    """Whether fused layers run part by part though they have no adapters: a measurement that switches whole layers off."""
     tables: bool = False
     """Whether attention runs over padded tables."""
     scores: bool = False
@@ -166,7 +168,7 @@ class Demand:
             items["gradients"] = min(items["gradients"], max(in_head, items["gradients"] - saved))
         memory = Memory(
             **{name: int(value) for name, value in items.items()},
-            host=masters + moments + stepped * exact if self.offload else 0,
+            host=masters + moments + min(stepped, max(OFFLOADED_TOGETHER, shape.largest)) * exact if self.offload else 0,
             checkpointing=checkpointing,
             slack=0,
         )

@@ -1,0 +1,411 @@
+"""Measures what several processes cost and whether they are right, on one GPU.
+
+    python -m benchmarks.gpu.ranks                       # one H200: under 3 minutes; writes results/ranks-gpu.json
+    python -m benchmarks.gpu.ranks --parts two           # some parts; the stored results of the others stay
+    python -m benchmarks.gpu.ranks --tiny --device cpu --output tiny-ranks.json    # toy shapes, for tests
+
+Parts, each in processes of its own, stored as soon as it is measured:
+
+    plain 0.6B       the update phase of one process that torchrun has not started
+    torchrun 0.6B    one rank under torchrun, alternately: as a run has it; with a process group of one rank that divides the
+                     optimizer; with FSDP2 ("layers")
+    torchrun 1.7B    one rank under torchrun, alternately: as a run has it; with FSDP2
+    nccl             whether NCCL takes two processes on one GPU
+    two              two processes on one GPU: each collective with tensors of the GPU; one update in float32 against one
+                     process, both ways of dividing; whole steps in bfloat16 with the local engine
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "results" / "ranks-gpu.json"
+PARTS: dict[str, tuple[int, float]] = {
+    "plain 0.6B": (0, 70.0),
+    "torchrun 0.6B": (1, 100.0),
+    "torchrun 1.7B": (1, 100.0),
+    "nccl": (2, 40.0),
+    "two": (2, 120.0),
+}
+"""Processes that torchrun starts (0: a process without it), and the most seconds."""
+STEPS = {"0.6B": 6, "1.7B": 4}
+"""Measured steps of each side, after one to warm up."""
+
+
+def measure(part: str, *, device: str, tiny: bool) -> dict[str, Any]:
+    """The result of a part, in a process that `run_part` has started. Of several ranks that of rank 0 counts."""
+    kind, _, shape = part.partition(" ")
+    return {"plain": measure_plain, "torchrun": measure_one_rank, "nccl": try_nccl, "two": check_two}[kind](
+        shape, device=device, tiny=tiny
+    )
+
+
+def _bench(device: str, tiny: bool) -> Any:
+    import torch
+
+    from benchmarks.gpu.measure import Bench
+
+    return Bench(device=torch.device(device), tiny=tiny, deadline=time.monotonic() + 600)
+
+
+def measure_plain(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
+    """Seconds of the update phase on one process."""
+    bench = _bench(device, tiny)
+    return {"sides": _alternate(bench, {"plain": _trainer(bench, shape, "one", None)}, 1 if tiny else STEPS[shape])}
+
+
+def measure_one_rank(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
+    """Seconds of the update phase on one rank under torchrun: as a run has it, and with a process group of one rank."""
+    from legato.training.ranks.join import joined
+
+    bench = _bench(device, tiny)
+    with joined(alone=True) as world:
+        # A run on one rank gets no process group: what torchrun adds is its environment.
+        ways = ("one", "optimizer", "layers") if shape == "0.6B" else ("one", "layers")
+        sides: dict[str, Any] = {}
+        errors: dict[str, str] = {}
+        for way in ways:
+            try:
+                sides[way] = _trainer(bench, shape, way, world)
+            except Exception:
+                errors[way] = _tell()
+        seconds = _alternate(bench, sides, 1 if tiny else STEPS[shape])
+    return {"sides": seconds, "errors": errors}
+
+
+def _trainer(bench: Any, shape: str, way: str, world: Any) -> Any:
+    """A trainer on the fixed rollouts whose weights are divided in one of three ways."""
+    from benchmarks.gpu import update, work
+
+    workload = work.fixed_work(bench.tiny)
+    policy = work.make_policy(bench, shape)
+    logprobs = update.score_workload(policy, workload)
+    return update.fixed_trainer(policy, workload, logprobs, **_divide(policy, way, world))
+
+
+def _divide(policy: Any, way: str, world: Any) -> dict[str, Any]:
+    """The arguments of a trainer whose weights are divided; "one": those of one process."""
+    from legato.training.pieces import Divided
+
+    if way == "one":
+        return {}
+    if way == "optimizer":
+        return {"world": world, "division": Divided(policy.parameters(), world)}
+    from legato.training.ranks.layers import Layered, divide_layers
+
+    is_half = policy.model.get_input_embeddings().weight.element_size() < 4
+    divide_layers(policy, world)
+    return {"world": world, "division": Layered(policy.parameters(), world, is_half=is_half)}
+
+
+def _alternate(bench: Any, trainers: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Seconds of the steps of all trainers in turn, without rollouts. A trainer that fails is left out from then on."""
+    results: dict[str, Any] = {way: {"samples": []} for way in trainers}
+    for number in range(1 + steps):
+        for way in [each for each in trainers if "error" not in results[each]]:
+            try:
+                bench.wait()
+                started = time.perf_counter()
+                report = trainers[way].step()
+                bench.wait()
+                seconds = time.perf_counter() - started - report.metrics["time/rollouts_seconds"]
+            except Exception:
+                results[way]["error"] = _tell()
+                continue
+            results[way] |= {"gradient_norm": report.metrics["gradient/norm"], "fused": trainers[way].policy.trains_fused}
+            if number:
+                results[way]["samples"].append(seconds)
+    for result in results.values():
+        if result["samples"]:
+            result["seconds"] = statistics.median(result["samples"])
+    return results
+
+
+def try_nccl(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
+    """Whether NCCL sums a tensor of two processes that share one GPU."""
+    import torch
+    import torch.distributed as dist
+
+    if device == "cpu":
+        return {"takes_two": None, "why": "there is no GPU"}
+    torch.cuda.set_device(0)
+    try:
+        dist.init_process_group("nccl")
+        table = torch.ones(4, device="cuda")
+        dist.all_reduce(table)
+        torch.cuda.synchronize()
+        return {"takes_two": bool((table == 2).all())}
+    except Exception as error:
+        return {"takes_two": False, "why": " ".join(str(error).split())[:400]}
+
+
+def check_two(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
+    """Two processes on one device: collectives, one update against one process, and whole steps with an engine."""
+    import torch
+
+    from legato.training.ranks.join import joined
+
+    bench, results = _bench(device, tiny), dict[str, Any]()
+    with joined() as world:
+        results["backend"] = "gloo"
+        checks: dict[str, Callable[[], Any]] = {
+            "collectives": partial(_try_collectives, world, torch.device(device)),
+            **{f"float32, {way}": partial(_one_update, bench, world, way, "float32") for way in ("optimizer", "layers")},
+            **{f"bfloat16, {way}": partial(_one_update, bench, world, way, "bfloat16") for way in ("optimizer", "layers")},
+            **{f"engine, {way}": partial(_whole_steps, bench, world, way) for way in ("optimizer", "layers")},
+        }
+        for name, check in checks.items():
+            started = time.perf_counter()
+            try:
+                results[name] = {**check(), "wall_seconds": time.perf_counter() - started}
+            except Exception:
+                results[name] = {"error": _tell()}
+            _store_child(results)
+            # A rank that fails where the other does not would leave it waiting: both go on, or neither.
+            failed = world.gather("error" in results[name])
+            if any(failed) and not all(failed):
+                results["ended"] = f"rank {failed.index(True)} failed alone in {name!r}"
+                break
+    return results
+
+
+def _try_collectives(world: Any, device: Any) -> dict[str, Any]:
+    """Whether each exchange that a division uses works with tensors of the device; exact sums."""
+    import torch
+
+    own = torch.arange(8.0, device=device) + world.rank
+
+    def reduce_scatter() -> bool:
+        part = world.reduce_scatter(own.clone())
+        return bool((part == (2 * torch.arange(8.0, device=device) + 1)[4 * world.rank : 4 * world.rank + 4]).all())
+
+    def all_gather() -> bool:
+        whole = torch.empty(16, device=device)
+        world.all_gather(whole, own)
+        return bool((whole == torch.cat([torch.arange(8.0), torch.arange(8.0) + 1]).to(device)).all())
+
+    def sum_table() -> bool:
+        return bool((world.sum_table(own) == 2 * torch.arange(8.0, device=device) + 1).all())
+
+    def broadcast() -> bool:
+        held = own.clone()
+        world.broadcast(held)
+        return bool((held == torch.arange(8.0, device=device)).all())
+
+    return {each.__name__: each() for each in (sum_table, reduce_scatter, all_gather, broadcast)}
+
+
+def _small_policy(bench: Any, dtype: str) -> Any:
+    """A Qwen3 of four layers with random weights, the same on all ranks."""
+    import torch
+
+    from benchmarks.gpu import same_speed, work
+    from legato.policy.model.load import Loading, load_policy
+
+    model = same_speed.small_model(bench, moe=False).to(getattr(torch, dtype))
+    return load_policy(model, Loading(device=bench.device.type, dtype=dtype), tokenizer=work.tokenizer())
+
+
+def _one_update(bench: Any, world: Any, way: str, dtype: str) -> dict[str, Any]:
+    """How far weights and gradient norm of two processes are from those of one, after one update on the same rollouts."""
+    from benchmarks.gpu import update, work
+    from legato.training.optimizer import OptimizerSettings
+
+    dtype = dtype if bench.cuda else "float32"
+    workload = work.fixed_work(True)
+    # A large epsilon: Adam divides by the size of a gradient, and would make rounding of tiny ones as large as a step.
+    settings = OptimizerSettings(lr=1e-3, epsilon=1e-4)
+
+    def train(own_way: str) -> tuple[dict[str, Any], float, bool]:
+        policy = _small_policy(bench, dtype)
+        logprobs = update.score_workload(policy, workload)
+        trainer = update.fixed_trainer(policy, workload, logprobs, optimizer=settings, **_divide(policy, own_way, world))
+        trainer.settings = replace(trainer.settings, updates_per_step=1, tokens_per_pack=256)
+        report = trainer.step()
+        weights = {name: _whole(weight) for name, weight in policy.parameters().items()}
+        return weights, float(report.metrics["gradient/norm"]), policy.trains_fused
+
+    weights, norm, fused = train(way)
+    if world.rank:
+        return {}
+    alone, expected, _ = train("one")
+    largest = max(float((weights[name].double() - weight.double()).abs().max()) for name, weight in alone.items())
+    return {"weights": largest, "gradient_norm": norm, "of_one_process": expected, "fused": fused, "dtype": dtype}
+
+
+def _whole(weight: Any) -> Any:
+    return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().cpu()
+
+
+def _whole_steps(bench: Any, world: Any, way: str) -> dict[str, Any]:
+    """Two steps with the local engine of each rank. The trainer itself compares hashes of the ranks in each."""
+    import torch
+
+    from benchmarks.gpu import update, work
+    from legato.rollouts.engine import Limits
+    from legato.rollouts.local_kind import Local
+    from legato.rollouts.registry import EngineOptions
+    from legato.training.ranks.layers import gather_weights
+    from legato.training.ranks.same import digest
+
+    policy = _small_policy(bench, "bfloat16" if bench.cuda else "float32")
+    prompts = work.fixed_work(True).prompts
+    workload = work.Work(
+        prompts=prompts, responses=tuple(((3,),) * 4 for _ in prompts), rewards=work.reward_table(len(prompts), 4, 0.0)
+    )
+    engine = Local().build(policy, EngineOptions(rows_at_once=32, copied=way == "layers"))
+    trainer = update.fixed_trainer(policy, workload, [], **_divide(policy, way, world))
+    runner = trainer.source.runner
+    runner.engine, runner.limits = engine, Limits(max_response_tokens=16, end_tokens=(policy.vocabulary,))
+    if way == "layers":
+        runner.weights = partial(gather_weights, policy)
+    norms = [float(trainer.step().metrics["gradient/norm"]) for _ in range(2)]
+    weights = [_whole(weight).to(torch.float32) for _, weight in policy.parameters().items()]
+    hashes = world.gather(digest(*weights))
+    return {"gradient_norms": norms, "equal_on_ranks": len(set(hashes)) == 1}
+
+
+# The command
+
+
+def _tell() -> str:
+    """The error that is being handled; its traceback is printed."""
+    traceback.print_exc()
+    error = sys.exc_info()[1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+
+
+def _store_child(result: dict[str, Any]) -> None:
+    """Write what this process has measured so far, where the command reads it; only rank 0 does."""
+    target = os.environ.get("LEGATO_RANKS_OUTPUT")
+    if target and os.environ.get("RANK", "0") == "0":
+        Path(target).write_text(json.dumps(result))
+
+
+def run_part(part: str, limit: float, options: argparse.Namespace) -> dict[str, Any]:
+    """The result of a part, measured in processes of its own that end after `limit` seconds."""
+    processes, _ = PARTS[part]
+    own = ["-m", "benchmarks.gpu.ranks", "--child", part, "--device", options.device, *(["--tiny"] if options.tiny else [])]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
+    with tempfile.TemporaryDirectory() as folder:
+        target, log = Path(folder) / "result.json", Path(folder) / "log"
+        environment = {**os.environ, "LEGATO_RANKS_OUTPUT": str(target)}
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, *launch, *own], stdout=stream, stderr=subprocess.STDOUT, env=environment
+            )
+            try:
+                code: int | str = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                # torchrun ends its processes when it is asked to.
+                process.terminate()
+                try:
+                    process.wait(15)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                code = f"more than {limit:.0f} s"
+        result: dict[str, Any] = json.loads(target.read_text()) if target.is_file() else {}
+        tail = log.read_text(errors="replace")[-3000:]
+    if code != 0:
+        result["exit"] = code
+    if code != 0 or _errors(result):
+        print(tail, flush=True)
+    return result
+
+
+def _errors(result: Any) -> Iterator[str]:
+    """All errors inside a result."""
+    if isinstance(result, dict):
+        for key, value in result.items():
+            if key == "error":
+                yield value
+            else:
+                yield from _errors(value)
+
+
+def load_results(path: Path) -> dict[str, Any]:
+    """The stored results; without a file, none."""
+    results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"machine": {}, "date": "", "parts": {}}
+    return results
+
+
+def summarise(parts: dict[str, Any]) -> dict[str, float]:
+    """How many times as long a phase takes: under torchrun as without it, and with a process group as without."""
+    ratios = {}
+    plain = parts.get("plain 0.6B", {}).get("sides", {}).get("plain", {}).get("seconds")
+    for shape in STEPS:
+        sides = parts.get(f"torchrun {shape}", {}).get("sides", {})
+        one = sides.get("one", {}).get("seconds")
+        if one is None:
+            continue
+        if plain is not None and shape == "0.6B":
+            ratios["torchrun over plain, 0.6B"] = one / plain
+        ratios |= {
+            f"{way} over one process, {shape}": side["seconds"] / one
+            for way, side in sides.items()
+            if way != "one" and "seconds" in side
+        }
+    return ratios
+
+
+def run_all(options: argparse.Namespace) -> None:
+    """Measure the wanted parts and store each result at once."""
+    import torch
+    import transformers
+
+    deadline = time.monotonic() + options.seconds
+    results = load_results(options.output)
+    for part in options.parts:
+        started, left = time.monotonic(), deadline - time.monotonic()
+        result = {"skipped": "the time of the command is up"}
+        if left > 10:
+            result = run_part(part, min(left, PARTS[part][1]), options)
+        kept = results["parts"].get(part, {})
+        if "skipped" not in result or not kept:
+            # A part that failed now does not replace one that did not.
+            results["parts"][part] = kept if "exit" in result and kept and "exit" not in kept else result
+        results["date"] = time.strftime("%Y-%m-%d", time.gmtime())
+        results["machine"] = {
+            "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        results["ratios"] = summarise(results["parts"])
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        beside = options.output.with_suffix(".part")
+        beside.write_text(json.dumps(results, indent=1) + "\n")
+        beside.replace(options.output)
+        print(f"{part} ({time.monotonic() - started:.0f} s): {json.dumps(result)[:1500]}", flush=True)
+    print(json.dumps(results["ratios"], indent=1), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--seconds", type=float, default=300.0, help="no part starts after this many seconds")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--child", choices=PARTS, help="measure this part in this process")
+    options = parser.parse_args()
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        os.environ.setdefault(name, "1")
+    if options.child:
+        _store_child(measure(options.child, device=options.device, tiny=options.tiny))
+        return
+    run_all(options)
+
+
+if __name__ == "__main__":
+    main()
