@@ -48,6 +48,8 @@ def endpoint(study: Study, term: Term, seed: int, runs: Sequence[Outcome]) -> di
         assert study.endpoint.axis is not None
         return frontier({run["point"][study.endpoint.axis]: run["status"] == "done" for run in here})
     (run,) = here
+    if study.endpoint.kind == "measured":
+        return {"value": run["value"], "variance": 0.0, "censored": None}
     value = run["score"] or 0.0 if study.endpoint.kind == "score" else area(run["evaluations"])
     # A share of n problems, shrunk to the middle: 0 of 48 is not a measurement without error.
     problems = run["problems"] or 1

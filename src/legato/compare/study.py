@@ -13,7 +13,7 @@ from legato.compare.finished import describe_machine, export_runs, import_runs, 
 from legato.compare.jobs import Job
 from legato.compare.outcomes import outcomes
 from legato.compare.processes import Machine
-from legato.compare.registration import ENDPOINTS, Study, registering_commit
+from legato.compare.registration import Study, registering_commit
 from legato.diagnostics.collapse import DEFINITION
 from legato.diagnostics.words import count
 from legato.errors import InputError
@@ -43,12 +43,8 @@ def run_study(
     on other machines; the seeds that were run to their end here are written to the file `export`.
     """
     machine = machine or Machine()
-    definition = study.definition
-    if pilot:
-        if not study.pilot_seeds:
-            raise InputError(f"expected pilot_seeds, got none ({study.file}); a pilot needs seeds that are not reported")
-        definition = replace(definition, seeds=study.pilot_seeds)
-    store, planned = plan_runs(definition, folder or Path("runs") / f"study-{study.file.stem}{'-pilot' if pilot else ''}")
+    definition = replace(study.definition, seeds=chosen_seeds(study, pilot))
+    store, planned = plan_runs(definition, folder or study_folder(study, pilot))
     say = GuardedSay(say, store.path)
     check_equal(definition, planned, "or allow it with unequal = true")
     chosen = planned if only is None else [job for job in planned if job.name == only]
@@ -58,12 +54,8 @@ def run_study(
     if unknown:
         raise InputError(f"expected seeds out of {list(definition.seeds)}, got {unknown} (--seeds)")
     chosen = warm_ups_first([job for job in chosen if seeds is None or job.seed in seeds])
-    for each in describe_power(study, len(definition.seeds)) if not pilot else ():
-        if each["power"] < each["wanted"]:
-            say(
-                f"power {each['power']:.0%} with {len(definition.seeds)} seeds for {each['name']!r}; {each['seeds_needed']}"
-                f" seeds would have {each['wanted']:.0%}"
-            )
+    if not pilot:
+        warn_of_power(study, say)
     registered = registering_commit(study.file.absolute(), study.sha256)  # git reads the whole history of the file
     here = describe_machine(study)
     with preparing(store, definition, planned, retry_failed):
@@ -84,6 +76,29 @@ def run_study(
             whole = export_runs(export, study, planned, store)
             say(f"{export}: {count(len(whole), 'whole seed')}{''.join(f', {seed}' for seed in whole)}")
     return Comparison(folder=store.path, results=results, exit_code=code)
+
+
+def chosen_seeds(study: Study, pilot: bool) -> tuple[int, ...]:
+    """The reported seeds, or the pilot's."""
+    if pilot and not study.pilot_seeds:
+        raise InputError(f"expected pilot_seeds, got none ({study.file}); a pilot needs seeds that are not reported")
+    return study.pilot_seeds if pilot else study.definition.seeds
+
+
+def study_folder(study: Study, pilot: bool) -> Path:
+    """Where a study goes without --out."""
+    return Path("runs") / f"study-{study.file.stem}{'-pilot' if pilot else ''}"
+
+
+def warn_of_power(study: Study, say: Callable[[str], None]) -> None:
+    """Say which comparisons have too few seeds for the registered difference."""
+    seeds = len(study.definition.seeds)
+    for each in describe_power(study, seeds):
+        if each["power"] < each["wanted"]:
+            say(
+                f"power {each['power']:.0%} with {seeds} seeds for {each['name']!r}; {each['seeds_needed']} seeds would have"
+                f" {each['wanted']:.0%}"
+            )
 
 
 def describe(
@@ -119,8 +134,10 @@ def describe(
         "question": study.question,
         "confirmed": study.confirmed,
         "refuted": study.refuted,
-        "endpoint": {"kind": study.endpoint.kind, "axis": study.endpoint.axis, "means": ENDPOINTS[study.endpoint.kind]},
-        "collapse": DEFINITION,
+        "endpoint": {"kind": study.endpoint.kind, "axis": study.endpoint.axis, "means": study.endpoint.means},
+        "measure": study.measure,
+        "settings": dict(study.settings),
+        "collapse": DEFINITION if study.measure is None else None,
         "seeds": list(seeds),
         "arms": {arm: dict(options) for arm, options in definition.arms.items()},
         "beds": {name: [str(path) for path in bed.recipes] for name, bed in definition.all_beds.items()},
