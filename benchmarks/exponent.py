@@ -1,7 +1,7 @@
 """Calibrates the bands of studies/exponent.toml: `python -m benchmarks.exponent`, about five minutes of one core.
 
-For each exponent of the length the band (3e-4, 4e-4) is multiplied by a factor, so that the share of tokens without a gradient
-in the first step equals that of GSPO (exponent 1). Pilot seeds only. The factors stand in the study file.
+For each exponent of the length the band (3e-4, 4e-4) is multiplied by a factor, so that the share of tokens without a
+gradient in the first step equals that of GSPO (exponent 1). Pilot seeds only. The factors stand in the study file.
 """
 
 import math

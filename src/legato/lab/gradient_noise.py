@@ -1,8 +1,8 @@
 """The variance of the gradient of one response, by its length and by the ratio that weights its tokens.
 
 "The noise of token ratios grows with length" is a sentence about gradients, so the gradient is what is measured here. A tiny
-Qwen3 learns to count; the old policy samples responses of exactly L tokens (the end token has probability 0). The new policy is
-the old one plus a move along the first update of Adam on random advantages, of the size at which the token log-ratios have a
+Qwen3 learns to count; the old policy samples responses of exactly L tokens (the end token has probability 0). The new policy
+is the old one plus a move along the first update of Adam on random advantages, of the size at which the token log-ratios have a
 given standard deviation. Then, at the new weights, each response has a gradient:
 
     none       A mean_t grad log pi_t                the gradient without a ratio
@@ -11,8 +11,8 @@ given standard deviation. Then, at the new weights, each response has a gradient
     product    A (prod_t w_t) mean_t grad log pi_t   (the importance weight of the whole response)
 
 Nothing is clipped. A is +1 for one half of the responses and -1 for the other. The variance is the trace of the covariance
-over responses. The value of an arm is log2 of its variance over that of "none" at the same length: the variance that its ratio
-adds. Responses of different lengths are beginnings of the same ones, so lengths are paired too.
+over responses. The value of an arm is log2 of its variance over that of "none" at the same length: the variance that its
+ratio adds. Responses of different lengths are beginnings of the same ones, so lengths are paired too.
 """
 
 import math
@@ -47,7 +47,7 @@ def measure(study: Study, seed: int) -> Iterator[dict[str, Any]]:
     direction = first_update(model, sample(model, settings["responses"], settings["moving_length"], generator), generator)
     old_weights = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
-        old = torch.cat([token_logprobs(model, rows) for rows in responses.split(8)])
+        old = torch.cat([token_logprobs(model, rows) for rows in torch.split(responses, 8)])
     advantages = torch.tensor([1.0, -1.0]).repeat(len(responses) // 2)
 
     def move(size: float) -> None:
@@ -140,7 +140,7 @@ def teach_counting(model: Any, steps: int, batch: int, length: int, generator: t
         tokens = torch.tensor([_counting(length + 1, generator) for _ in range(batch)])
         loss = -token_logprobs(model, tokens).mean()
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return float(loss.detach())
