@@ -1,9 +1,9 @@
 """The variance of the gradient of one response, by its length and by the ratio that weights its tokens.
 
 "The noise of token ratios grows with length" is a sentence about gradients, so the gradient is what is measured here. A tiny
-Qwen3 learns to count; the old policy samples responses of exactly L tokens (the end token has probability 0). The new policy
-is the old one plus a move along the first update of Adam on random advantages, of the size at which the token log-ratios have a
-given standard deviation. Then, at the new weights, each response has a gradient:
+Qwen3 learns to count; the old policy samples responses of exactly L tokens (the end token has probability 0). The new
+policy is the old one plus a move along the first update of Adam on random advantages, of the size at which the token
+log-ratios have a given standard deviation. Then, at the new weights, each response has a gradient:
 
     none       A mean_t grad log pi_t                the gradient without a ratio
     token      A mean_t w_t grad log pi_t            (GRPO)

@@ -10,7 +10,8 @@ response y of L tokens the probability under both is known, so nothing is sample
     product    sum_y old(y) A(y) (prod_t w_t) mean_t grad log pi_t   (the importance weight: no bias but the scale 1 / L)
 
 The value of an arm is the sine of the angle between its gradient and the exact one: the part of the direction that no
-learning rate repairs. Rewards are independent normal numbers, one for each response; A is centred and scaled under the old policy.
+learning rate repairs. Rewards are independent normal numbers, one for each response; A is centred and scaled under the old
+policy.
 """
 
 import math
