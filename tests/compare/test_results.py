@@ -1,6 +1,7 @@
 """From run directories to numbers: what counts, what is paired, where stability ends. No run is trained here."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,9 @@ def test_scores_are_paired_by_seed(tmp_path: Path) -> None:
     assert point["arms"]["gspo"]["scores"] == [72 / 128, 40 / 128, 96 / 128]
     pair = point["pairs"]["gspo"]
     assert pair["difference"] == pytest.approx(16 / 3 / 128)
-    assert pair["difference_interval"] == pytest.approx([0.0, 8 / 128])
+    low, high = by_loops([8 / 128, 8 / 128, 0.0], [each / 128 for each in (64, 32, 96, 72, 40, 96)], 4.30265)
+    assert [100 * end for end in pair["difference_interval"]] == pytest.approx([low, high], abs=0.051)
+    assert pair["probability_interval"] is None and point["arms"]["gspo"]["iqm_interval"] is None
     assert (pair["better"], pair["worse"]) == (2, 0)
     assert pair["probability"] == pytest.approx((1 + 1 + 0 + 0 + 1 + 0 + 1 + 1 + 0.5) / 9)
 
@@ -104,23 +107,28 @@ def test_arms_that_differ_in_what_they_should_share_are_refused(tmp_path: Path) 
     assert check_equal(replace(comparison, unequal=True), list(jobs.values()), "")
 
 
-_BY_SEEDS = {
-    ((64, 58), (64, 62)): ("below", [-3.1, -4.7, -1.6, 2, 1, 2]),
-    ((64, 72), (64, 96), (64, 66)): ("above", [3, 10.9, 1.6, 25.0, 3, 1, 4]),
-    ((64, 62), *[(64, 96)] * 4): ("above", [4, 5, 19.7, -1.6, 25.0, 4, 5, 3, 8]),
-    ((64, 64), (64, 64), *[(64, 96)] * 3): ("above", [3, 5, 2, 15.0, 0.0, 25.0, 3, 1, 4]),
-    ((64, 58), (64, 96)): ("told apart", [10.2, 95, -4.7, 25.0, 2]),
-    ((64, 72),) * 6: ("above", [6.2, 95, 6.2, 6.2, 6]),
-    ((64, 62), *[(64, 96)] * 5): ("above", [5, 6, 20.6, -1.6, 25.0, 5, 6, 7, 32]),
-    ((64, 62), *[(64, 96)] * 8): ("above", [22.0, 95, 16.1, 25.0, 9]),
-}
-"""Right answers of grpo and gspo by seed; where gspo ended, and the numbers of the sentence: seeds that agree, difference in
-points, its range by seed, and how often chance alone makes seeds agree; or the difference, its interval and the seeds."""
+def by_loops(differences: list[float], accuracies: list[float], critical: float) -> tuple[float, float]:
+    """Student's t interval in points, with the error of 128 problems as the least spread; `critical` from a table."""
+    mean = sum(differences) / len(differences)
+    spread = math.sqrt(sum((each - mean) ** 2 for each in differences) / (len(differences) - 1))
+    shares = [(each * 128 + 1) / 130 for each in accuracies]
+    floor = math.sqrt(sum(share * (1 - share) / 128 for share in shares) / len(differences))
+    half = critical * max(spread, floor) / math.sqrt(len(differences))
+    return round(100 * (mean - half), 1), round(100 * (mean + half), 1)
 
 
-@pytest.mark.parametrize(("scores", "place", "expected"), [(scores, *rest) for scores, rest in _BY_SEEDS.items()])
-def test_an_interval_is_claimed_only_where_the_seeds_suffice_for_one(
-    scores: tuple[tuple[int, int], ...], place: str, expected: list[float], tmp_path: Path
+@pytest.mark.parametrize(
+    ("scores", "critical", "words"),
+    [
+        (((64, 58), (64, 62)), 12.7062, "told apart"),
+        (((64, 72), (64, 96), (64, 66)), 4.30265, "told apart"),
+        (((64, 62), *[(64, 96)] * 5), 2.57058, "above"),
+        (((64, 72),) * 6, 2.57058, "told apart"),  # all agree, but by less than 128 problems can tell
+        (((96, 32),) * 4, 3.18245, "below"),
+    ],
+)
+def test_the_sentence_has_the_corrected_interval_of_the_paired_differences(
+    scores: tuple[tuple[int, int], ...], critical: float, words: str, tmp_path: Path
 ) -> None:
     comparison = definition(seeds=tuple(range(len(scores))))
     store, jobs = prepare_comparison(tmp_path, comparison)
@@ -128,9 +136,21 @@ def test_an_interval_is_claimed_only_where_the_seeds_suffice_for_one(
         write_run(store, jobs[f"grpo-seed{seed}"], [30, grpo])
         write_run(store, jobs[f"gspo-seed{seed}"], [30, gspo])
     (sentence,) = sentences(collected(store, jobs, comparison))
-    assert place in sentence and numbers(sentence) == expected and ("chance" in sentence) is (95 not in expected)
+    low, high = by_loops([(b - a) / 128 for a, b in scores], [each / 128 for pair in scores for each in pair], critical)
+    change = round(100 * sum(b - a for a, b in scores) / len(scores) / 128, 1)
+    assert words in sentence and numbers(sentence) == pytest.approx([change, 95, low, high, len(scores)], abs=0.051)
     assert sentence in (store.path / "compare.md").read_text()
     assert sentence in (store.path / "compare.html").read_text()
+
+
+def test_the_intervals_of_several_arms_and_points_are_corrected_for_their_number(tmp_path: Path) -> None:
+    arms = {"grpo": {"algorithm": "grpo"}, "gspo": {"algorithm": "gspo"}, "dapo": {"algorithm": "dr-grpo"}}
+    comparison = definition(arms=arms, seeds=(0, 1, 2), sweep={"training.lr": (1e-3, 2e-3)}, unequal=True)
+    store, jobs = prepare_comparison(tmp_path, comparison)
+    for number, job in enumerate(jobs.values()):
+        write_run(store, job, [30, 60 + number])
+    pair = collected(store, jobs, comparison)["points"][0]["pairs"]["gspo"]
+    assert pair["comparisons"] == 4 and pair["level"] == pytest.approx(1 - 0.05 / 4)
 
 
 def test_a_comparison_with_nothing_finished_has_a_page(tmp_path: Path) -> None:

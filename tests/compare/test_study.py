@@ -1,7 +1,9 @@
 """Studies: what a study file must say, endpoints and verdicts of runs written by hand, and a whole study on this machine."""
 
+import gzip
 import json
 import math
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,13 @@ import pytest
 import tomli_w
 
 from legato.compare.analysis import analyse, area, frontier
+from legato.compare.finished import export_runs
+from legato.compare.jobs import jobs
 from legato.compare.outcomes import outcome
 from legato.compare.processes import Machine
 from legato.compare.registration import Study, read_study, registering_commit
-from legato.compare.study import describe, run_study
+from legato.compare.store import Store
+from legato.compare.study import describe, run_study, warm_ups_first
 from legato.errors import InputError
 from tests.proof.command import Command
 from tests.proof.comparisons import OPTIONS, prepare_comparison, write_run
@@ -180,6 +185,94 @@ def test_nothing_is_compared_and_no_score_is_shown_before_the_last_run_has_ended
     results = describe(study, runs, Machine(), pilot=False, seeds=tuple(SEEDS), registered=None)
     assert results["verdict"] == "unfinished" and results["comparisons"] == []
     assert not any("score" in run or "evaluations" in run for run in results["runs"])
+
+
+SURVIVED = {"one left": [3, 2, 3], "other left": [1, 0, 1], "one right": [1, 1, 1], "other right": [1, 1, 1]}
+
+
+def test_a_study_in_slices_gives_the_results_of_one_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGATO_COMMIT", "c0ffee")  # as on a machine with the files alone
+    study, runs = measure(tmp_path, SURVIVED)
+    store, planned = Store(tmp_path / "comparison"), jobs(study.definition, tmp_path / "comparison")
+    # The last run of the last seed has not ended: that seed does not travel.
+    last = store.run_path(planned[-1]) / "metrics.jsonl"
+    whole = last.read_text()
+    last.write_text("".join(line + "\n" for line in whole.splitlines()[:-1]))
+    assert export_runs(tmp_path / "parts" / "first.json.gz", study, planned, store) == SEEDS[:2]
+    last.write_text(whole)
+    assert b"score" not in (tmp_path / "parts" / "first.json.gz").read_bytes()
+
+    elsewhere = run_study(study, folder=tmp_path / "elsewhere", finished=[tmp_path / "parts"], seconds=0, say=lambda _: None)
+    assert not elsewhere.results["complete"] and elsewhere.results["made"][0]["runs"] == len(planned) * 2 // 3
+    assert not any("score" in run for run in elsewhere.results["runs"])
+
+    for job in planned[: len(planned) * 2 // 3]:
+        shutil.rmtree(store.run_path(job))
+    assert export_runs(tmp_path / "parts" / "second.json.gz", study, planned, store) == SEEDS[2:]
+    again = run_study(study, folder=tmp_path / "elsewhere", finished=[tmp_path / "parts"], seconds=0, say=lambda _: None)
+    assert again.results["complete"]
+    assert again.results["comparisons"] == json.loads(json.dumps(analyse(study, runs, SEEDS)["comparisons"]))
+    made = again.results["made"]
+    assert sum(each["runs"] for each in made) == len(planned) and {each["commit"] for each in made} == {"c0ffee"}
+
+
+def test_a_slice_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    study, _ = measure(tmp_path, SURVIVED)
+    store, planned = Store(tmp_path / "comparison"), jobs(study.definition, tmp_path / "comparison")
+    part = tmp_path / "part.json.gz"
+    export_runs(part, study, planned, store)
+
+    def refusal(*paths: Path, **changes: Any) -> str:
+        (tmp_path / "other").mkdir(exist_ok=True)
+        other = read_study(study_file(tmp_path / "other", **changes)) if changes else study
+        with pytest.raises(InputError) as error:
+            run_study(other, folder=tmp_path / "refused", finished=paths, seconds=0, say=lambda _: None)
+        return str(error.value)
+
+    assert "registered anew" in refusal(part, question="Another?")
+    assert "does not exist" in refusal(tmp_path / "nowhere")
+    copy = tmp_path / "copy.json.gz"
+    copy.write_bytes(part.read_bytes())
+    assert "seed 200" in refusal(part, copy)
+    content = json.loads(gzip.decompress(part.read_bytes()))
+    content["runs"][0]["options"]["training.lr"] = "7.0"
+    copy.write_bytes(gzip.compress(json.dumps(content).encode()))
+    assert "training.lr" in refusal(copy)
+    copy.write_bytes(part.read_bytes()[:100])
+    assert "cannot be read" in refusal(copy)
+    with pytest.raises(InputError, match="out of"):
+        run_study(study, folder=tmp_path / "refused", seeds=[9], seconds=0, say=lambda _: None)
+
+
+def test_an_unfinished_study_shows_no_score_while_it_runs_and_stops_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEGATO_TEST_SLEEP", "0")
+    options = {**OPTIONS, "training.steps": 1}
+    file = study_file(
+        tmp_path,
+        seeds=[200, 201],
+        sweep={},
+        endpoint={"kind": "score"},
+        options=options,
+        beds={"left": {"recipe": str(tmp_path / "bed.toml")}},
+    )
+    lines: list[str] = []
+    run_study(read_study(file), folder=tmp_path / "study", seeds=[201], say=lines.append)
+    ended = [line.split()[1] for line in lines if line.startswith("ended")]
+    assert ended == ["left-one-seed201", "left-other-seed201"]
+    assert not any("%" in line for line in lines if "power" not in line)
+    late: list[str] = []
+    run_study(read_study(file), folder=tmp_path / "study", seconds=0, say=late.append)
+    assert any("2 runs not begun" in line for line in late) and not any(line.startswith("starts") for line in late)
+
+
+def test_runs_that_warm_up_begin_first(tmp_path: Path) -> None:
+    study = read_study(study_file(tmp_path, seeds=[200, 201]))
+    planned = jobs(study.definition, tmp_path / "comparison")
+    ordered = warm_ups_first(planned)
+    assert {(job.bed, job.seed) for job in ordered[:4]} == {(bed, seed) for bed in ("left", "right") for seed in (200, 201)}
+    assert sorted(job.name for job in ordered) == sorted(job.name for job in planned)
 
 
 def test_a_gap_in_survival_ends_the_frontier() -> None:

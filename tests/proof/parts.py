@@ -88,6 +88,11 @@ def with_entropy(batch: Batch) -> Result:
 
 
 PROOFS: dict[tuple[str, str], Proof] = {
+    ("ratio", "length-power"): Proof(
+        name="gspo",
+        overrides={"objective.ratio": "length-power", "objective.ratio.exponent": 0.5},
+        reference=lambda batch: objectives.length_powers(batch, HOSTS["gspo"].aggregate(batch), 0.5, 3e-4, 4e-4),
+    ),
     ("trust", "dual-clip"): add_to_host("grpo", "trust.dual-clip", {"cap": 1.5}, with_dual_clip),
     ("trust", "opsm"): add_to_host(
         "grpo",

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from tests.reference.batch import Batch, Result, Rows, clamp
-from tests.reference.ratios import LogRatio, log_product
+from tests.reference.ratios import LIMIT, LogRatio, log_product
 
 
 def clip_objective(ratio: float, advantage: float, low: float, high: float) -> float:
@@ -135,6 +135,22 @@ def products(batch: Batch, weight: Rows, band: Callable[[int], tuple[float, floa
         for position in positions:
             if live and not clipped:
                 gradient[row][position] = -total * math.exp(log_ratio) * advantage
+    return Result(loss, gradient)
+
+
+def length_powers(batch: Batch, weight: Rows, exponent: float, low: float, high: float, limit: float = LIMIT) -> Result:
+    """r_i = exp(L_i^-exponent sum_t lw_it), clipped to [1 - low, 1 + high]; d log r_i / d new_it = L_i^-exponent."""
+    loss, gradient = 0.0, batch.zeros()
+    for row in batch.filled_rows():
+        positions, advantage = batch.positions(row), batch.advantage(row)
+        scale = len(positions) ** -exponent
+        raw = scale * math.fsum(batch.new[row][position] - batch.old[row][position] for position in positions)
+        ratio = math.exp(clamp(raw, -limit, limit))
+        total = math.fsum(weight[row][position] for position in positions)
+        loss -= total * clip_objective(ratio, advantage, low, high)
+        for position in positions:
+            if abs(raw) <= limit and not is_clipped(ratio, advantage, low, high):
+                gradient[row][position] = -total * scale * ratio * advantage
     return Result(loss, gradient)
 
 

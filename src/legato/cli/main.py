@@ -323,6 +323,17 @@ def study(
     out: Annotated[Path | None, typer.Option(help="The folder of the study; else runs/study-FILE.")] = None,
     pilot: Annotated[bool, typer.Option("--pilot", help="Run the pilot seeds, in a folder of their own.")] = False,
     only: Annotated[str | None, typer.Option(help="Run one run of the study, by its name.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Run these seeds of the study, as in 200-203.")] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0, help="After so long no further run begins; 0 runs nothing and shows what is there."),
+    ] = None,
+    finished: Annotated[
+        list[Path] | None, typer.Option("--import", help="Runs made on another machine: files of --export, or a folder.")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="A file (.json.gz) for the seeds that were run to their end here.")
+    ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run again what failed before.")] = False,
 ) -> None:
     """Run a registered study: legato study studies/frontier.toml --gpus 0 --parallel 16
@@ -331,7 +342,19 @@ def study(
     """
     from legato.cli.study import study_command
 
-    code = study_command(file, parallel=parallel, gpus=gpus, out=out, pilot=pilot, only=only, retry_failed=retry_failed)
+    code = study_command(
+        file,
+        parallel=parallel,
+        gpus=gpus,
+        out=out,
+        pilot=pilot,
+        only=only,
+        seeds=seeds,
+        minutes=minutes,
+        finished=finished or [],
+        export=export,
+        retry_failed=retry_failed,
+    )
     raise typer.Exit(code)
 
 

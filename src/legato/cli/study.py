@@ -1,5 +1,6 @@
 """What `legato study` prints: a line as each run starts and ends, then the comparisons and the verdict."""
 
+import math
 from pathlib import Path
 
 from rich.console import Console
@@ -8,24 +9,46 @@ from rich.text import Text
 from legato.cli.comparison import chosen_machine
 from legato.cli.output import say_on
 from legato.cli.tables import show_tables
+from legato.compare.definition import read_seeds
 from legato.compare.registration import read_study
 from legato.compare.study import run_study
+from legato.lab.measured import measure_study
 from legato.pages.study import tables
 
 
 def study_command(
-    file: Path, *, parallel: int, gpus: str, out: Path | None, pilot: bool, only: str | None, retry_failed: bool
+    file: Path,
+    *,
+    parallel: int,
+    gpus: str,
+    out: Path | None,
+    pilot: bool,
+    only: str | None,
+    seeds: str | None,
+    minutes: float | None,
+    finished: list[Path],
+    export: Path | None,
+    retry_failed: bool,
 ) -> int:
     console = Console(highlight=False)
-    result = run_study(
-        read_study(file),
-        folder=out,
-        machine=chosen_machine(parallel, gpus),
-        pilot=pilot,
-        only=only,
-        retry_failed=retry_failed,
-        say=say_on(console),
-    )
+    study = read_study(file)
+    seconds = math.inf if minutes is None else 60 * minutes
+    if study.measure is not None:
+        result = measure_study(study, folder=out, pilot=pilot, seconds=seconds, say=say_on(console))
+    else:
+        result = run_study(
+            study,
+            folder=out,
+            machine=chosen_machine(parallel, gpus),
+            pilot=pilot,
+            only=only,
+            seeds=None if seeds is None else read_seeds(seeds),
+            seconds=seconds,
+            finished=finished,
+            export=export,
+            retry_failed=retry_failed,
+            say=say_on(console),
+        )
     show_tables(console, tables(result.results))
     console.print()
     console.print(Text(f"verdict    {result.results['verdict']}"))

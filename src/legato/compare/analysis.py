@@ -48,11 +48,19 @@ def endpoint(study: Study, term: Term, seed: int, runs: Sequence[Outcome]) -> di
         assert study.endpoint.axis is not None
         return frontier({run["point"][study.endpoint.axis]: run["status"] == "done" for run in here})
     (run,) = here
+    if study.endpoint.kind == "measured":
+        return {"value": run["value"], "variance": 0.0, "censored": None}
     value = run["score"] or 0.0 if study.endpoint.kind == "score" else area(run["evaluations"])
-    # A share of n problems, shrunk to the middle: 0 of 48 is not a measurement without error.
-    problems = run["problems"] or 1
-    share = (value * problems + 1) / (problems + 2)
-    return {"value": value, "variance": share * (1 - share) / problems, "censored": None}
+    return {"value": value, "variance": share_variance(value, run["problems"]), "censored": None}
+
+
+def share_variance(value: float, problems: int | None) -> float:
+    """The variance of an accuracy over n problems, shrunk to the middle, since 0 of 48 has an error too."""
+    if not problems:
+        return 0.0  # runs of old versions did not record it
+    count = problems
+    share = (value * count + 1) / (count + 2)
+    return share * (1 - share) / count
 
 
 def frontier(survived: Mapping[float, bool]) -> dict[str, Any]:

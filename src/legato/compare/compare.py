@@ -1,5 +1,6 @@
 """`legato compare`: train every arm with every seed, then compare the arms as far as the seeds allow."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,9 +118,19 @@ def preparing(store: Store, definition: Definition, planned: Sequence[Job], retr
 
 
 def run_jobs(
-    planned: Sequence[Job], store: Store, machine: Machine, say: Callable[[str], None], report: Callable[[], object]
+    planned: Sequence[Job],
+    store: Store,
+    machine: Machine,
+    say: Callable[[str], None],
+    report: Callable[[], object],
+    *,
+    seconds: float = math.inf,
+    blind: bool = False,
 ) -> int:
-    """Run all unfinished jobs, with a report now and then; the exit code."""
+    """Run all unfinished jobs, with a report now and then; the exit code.
+
+    After `seconds` no further run begins; those under way go on to their end. `blind`: say that a run has ended, not how.
+    """
     by_name = {job.name: job for job in planned}
     tasks = _tasks(planned, store)
     finished, reported = len(planned) - len(tasks), [time.monotonic()]
@@ -150,16 +161,19 @@ def run_jobs(
             "unhealthy": f"unhealthy {end.name}: {run['reason']}",
             "failed": f"failed   {end.name}: {run['reason']} ({store.log_path(job)})",
         }
-        say(lines.get(run["status"], f"stopped  {end.name} at step {run['steps']}"))
+        if blind and run["status"] in ("done", "collapsed"):
+            say(f"ended    {end.name}")
+        else:
+            say(lines.get(run["status"], f"stopped  {end.name} at step {run['steps']}"))
 
-    return run_all(tasks, machine, begun=begun, ended=ended, say=say)
+    return run_all(tasks, machine, begun=begun, ended=ended, say=say, seconds=seconds)
 
 
 def _tasks(planned: Sequence[Job], store: Store) -> list[Task]:
     tasks = []
     for job in planned:
         state = store.state(job)
-        if state in ("done", "unhealthy", "failed"):
+        if state in ("done", "unhealthy", "failed", "imported"):
             continue
         if state == "begun":
             store.clear(job)

@@ -28,6 +28,9 @@ PHASES = ("rollouts", "anchor", "update")
 
 def outcome(job: Job, store: Store) -> dict[str, Any]:
     """Return the outcome of a run. One that failed or that the health watch ended counts with its last accuracy, or 0."""
+    imported = store.imported(job)
+    if imported is not None:
+        return imported
     state, failure, records = store.state(job), store.failure(job), store.records(job)
     measured = [(each.step, each.sampled, each.greedy) for each in evaluations(records) if each.sampled is not None]
     course = [(sampled.value, sampled.low, sampled.high) for _, sampled, _ in measured]

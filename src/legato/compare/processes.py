@@ -5,6 +5,7 @@ A worker trains one run after another (`cli/worker.py`). One that dies is replac
 
 import ctypes
 import json
+import math
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from legato.diagnostics.words import count
 from legato.run.interrupt import ENDING, Interrupt
 
 _POLL_SECONDS = 0.1
@@ -157,13 +159,16 @@ def run_all(
     begun: Callable[[Task], None],
     ended: Callable[[EndedRun], None],
     say: Callable[[str], None],
+    seconds: float = math.inf,
 ) -> int:
     """Run the tasks in order, as many at once as the machine allows; the exit code is 0, or that of a signal we got.
+
+    After `seconds` no further task begins.
 
     A signal is passed on. One that ends the runs after their step, with their state saved, lets no further one begin; a
     second SIGINT or SIGTERM kills them. At SIGUSR2 the runs save and go on.
     """
-    waiting, stopping = list(tasks), False
+    waiting, stopping, last_start = list(tasks), False, time.monotonic() + seconds
     progress = _Progress(say)
     with (
         Interrupt(lambda text: say(text.replace("this step", "the steps under way"))) as interrupt,
@@ -177,6 +182,9 @@ def run_all(
             if interrupt.take_save_request():
                 for worker in workers.values():
                     worker.send(signal.SIGUSR2)
+            if waiting and time.monotonic() >= last_start:
+                say(f"the time is up: {count(len(waiting), 'run')} not begun")
+                waiting.clear()
             for slot in range(machine.parallel):
                 if waiting and interrupt.received is None and (slot not in workers or workers[slot].task is None):
                     task = waiting.pop(0)

@@ -27,6 +27,15 @@ spread = 0.6                               # ... at this standard deviation betw
 at_least = 1.0                             # the least mean difference that confirms; without it: any
 confirms_if = "above"                      # "above", "below" or "equivalent"
 refutes_if = "equivalent"
+
+A study may measure in place of training (`lab/measured.py`):
+
+measure = "gradient-noise"                 # arms and swept values are then those of the measurement; no beds, no options
+[settings]                                 # of the measurement
+responses = 64
+[endpoint]
+kind = "measured"
+means = "log2 of ..."
 """
 
 import hashlib
@@ -45,9 +54,21 @@ ENDPOINTS = {
     "score": "sampled accuracy on held-out problems at the end of a run",
     "area": "mean held-out accuracy over the tokens sampled (area under the curve, divided by the tokens)",
     "frontier": "log2 of the largest value of the swept option up to which no run of the seed collapsed or failed",
+    "measured": "a number that is measured without training",
 }
 FINDINGS = ("above", "below", "equivalent")
-_STUDY_KEYS = ("title", "question", "confirmed", "refuted", "pilot_seeds", "beds", "endpoint", "comparisons")
+_STUDY_KEYS = (
+    "title",
+    "question",
+    "confirmed",
+    "refuted",
+    "pilot_seeds",
+    "beds",
+    "endpoint",
+    "comparisons",
+    "measure",
+    "settings",
+)
 _COMPARISON_KEYS = ("name", "terms", "margin", "detects", "spread", "at_least", "confirms_if", "refutes_if")
 _TERM_KEYS = ("arm", "bed", "at", "weight")
 
@@ -59,6 +80,8 @@ class Endpoint:
     kind: str
     axis: str | None = None
     """The swept option of a frontier."""
+    means: str
+    """What the number is, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +124,9 @@ class Study:
     definition: Definition
     endpoint: Endpoint
     comparisons: tuple[Comparison, ...]
+    measure: str | None = None
+    """The name of a measurement; None: the study trains."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for fault in self._faults():
@@ -113,6 +139,10 @@ class Study:
             yield f"expected pilot seeds that are not reported, got {shared} in both (pilot_seeds)"
         if len(definition.seeds) < 2:
             yield f"expected at least 2 seeds, got {len(definition.seeds)} (seeds)"
+        if (self.measure is not None) != (self.endpoint.kind == "measured"):
+            yield f'expected kind = "measured" with `measure` and only there, got {self.endpoint.kind!r} (endpoint.kind)'
+        if self.measure is not None and (definition.beds or definition.options or definition.recipes):
+            yield "expected no recipe, beds and options where `measure` is given, got some; [settings] are its options"
         if self.endpoint.kind == "frontier" and self.endpoint.axis not in definition.sweep:
             yield f"expected one of {[*definition.sweep]}, got {show_value(self.endpoint.axis)} (endpoint.axis)"
         for value in definition.sweep.get(self.endpoint.axis or "", ()):
@@ -163,7 +193,7 @@ def read_study(path: Path) -> Study:
     beds = {name: _bed(path, name, table) for name, table in _table(path, tree, "beds").items()}
     definition = read_definition(path, {key: value for key, value in tree.items() if key in KEYS}, {}, beds=beds)
     endpoint = _table(path, tree, "endpoint")
-    if endpoint.get("kind") not in ENDPOINTS or set(endpoint) - {"kind", "axis"}:
+    if endpoint.get("kind") not in ENDPOINTS or set(endpoint) - {"kind", "axis", "means"}:
         raise InputError(
             f"{path}: expected [endpoint] with kind = one of {', '.join(ENDPOINTS)}, got {show_value(endpoint)}"
         )
@@ -179,8 +209,12 @@ def read_study(path: Path) -> Study:
         refuted=tree["refuted"],
         pilot_seeds=tuple(tree.get("pilot_seeds", ())),
         definition=definition,
-        endpoint=Endpoint(kind=endpoint["kind"], axis=endpoint.get("axis")),
+        endpoint=Endpoint(
+            kind=endpoint["kind"], axis=endpoint.get("axis"), means=endpoint.get("means", ENDPOINTS[endpoint["kind"]])
+        ),
         comparisons=tuple(_comparison(path, number, table) for number, table in enumerate(comparisons, 1)),
+        measure=tree.get("measure"),
+        settings=_table(path, tree, "settings"),
     )
 
 

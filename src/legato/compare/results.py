@@ -1,15 +1,18 @@
 """The content of compare.json, from which tables and page are made."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from legato.compare.analysis import share_variance
 from legato.compare.definition import Definition
 from legato.compare.jobs import Job, points
 from legato.compare.outcomes import COUNTED, outcomes
 from legato.compare.processes import Machine
 from legato.compare.store import FORMAT, Store
 from legato.diagnostics.collapse import DEFINITION
-from legato.diagnostics.statistics.seeds import difference, interquartile_mean, interval, mean, probability_of_improvement
+from legato.diagnostics.statistics.paired import ERROR_RATE, compare_pairs, share_interval
+from legato.diagnostics.statistics.seeds import difference, interquartile_mean, mean, probability_of_improvement
 
 Outcome = Mapping[str, Any]
 
@@ -40,24 +43,38 @@ def collect(
         "unequal": list(unequal),
         "machine": {"parallel": machine.parallel, "threads": machine.threads, "gpus": list(machine.gpus)},
         "definitions": {"collapse": DEFINITION, "failure": FAILURES},
-        "points": [_point(point, definition, runs) for point in points(definition)],
+        "points": summarise_points(list(definition.arms), definition.seeds, points(definition), runs),
         "frontier": [each for axis in definition.sweep for each in _frontier(axis, definition, runs)],
         "runs": runs,
     }
 
 
-def _point(point: Mapping[str, Any], definition: Definition, runs: Sequence[Outcome]) -> dict[str, Any]:
+def summarise_points(
+    arms: Sequence[str], seeds: Sequence[int], swept: Sequence[Mapping[str, Any]], runs: Sequence[Outcome]
+) -> list[dict[str, Any]]:
+    """Means, intervals and comparisons with the first arm, at every point of the sweep."""
+    comparisons = max(1, (len(arms) - 1) * len(swept))
+    return [_point(point, arms, seeds, comparisons, runs) for point in swept]
+
+
+def _point(
+    point: Mapping[str, Any], arms: Sequence[str], wanted: Sequence[int], comparisons: int, runs: Sequence[Outcome]
+) -> dict[str, Any]:
     here = [run for run in runs if run["point"] == point and run["status"] in COUNTED]
-    by_arm = {arm: {run["seed"]: run for run in here if run["arm"] == arm} for arm in definition.arms}
+    by_arm = {arm: {run["seed"]: run for run in here if run["arm"] == arm} for arm in arms}
     # Paired: a seed counts once every arm has finished it.
-    seeds = [seed for seed in definition.seeds if all(seed in by_arm[arm] for arm in definition.arms)]
-    scores = {arm: [by_arm[arm][seed]["score"] for seed in seeds] for arm in definition.arms}
-    first = next(iter(definition.arms))
+    seeds = [seed for seed in wanted if all(seed in by_arm[arm] for arm in arms)]
+    scores = {arm: [by_arm[arm][seed]["score"] for seed in seeds] for arm in arms}
+    first = arms[0]
     return {
         "point": dict(point),
         "seeds": seeds,
-        "arms": {arm: _arm([by_arm[arm][seed] for seed in seeds], scores[arm]) for arm in definition.arms} if seeds else {},
-        "pairs": {arm: _pair(scores[arm], scores[first]) for arm in definition.arms if arm != first} if seeds else {},
+        "arms": {arm: _arm([by_arm[arm][seed] for seed in seeds], scores[arm]) for arm in arms} if seeds else {},
+        "pairs": {
+            arm: compare_arms([by_arm[arm][seed] for seed in seeds], [by_arm[first][seed] for seed in seeds], comparisons)
+            for arm in arms
+            if arm != first and seeds
+        },
     }
 
 
@@ -69,9 +86,9 @@ def _arm(runs: Sequence[Outcome], scores: Sequence[float]) -> dict[str, Any]:
     return {
         "scores": list(scores),
         "mean": mean(scores),
-        "mean_interval": interval(mean, scores),
+        "mean_interval": share_interval(scores),
         "iqm": interquartile_mean(scores),
-        "iqm_interval": interval(interquartile_mean, scores),
+        "iqm_interval": None,  # no interval of it holds what it says over few seeds
         "collapsed": sum(run["status"] == "collapsed" for run in runs),
         "failed": sum(run["status"] in ("failed", "unhealthy") for run in runs),
         **{key: mean(values) if values else None for key, values in known.items()},
@@ -79,15 +96,24 @@ def _arm(runs: Sequence[Outcome], scores: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _pair(scores: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
-    both = list(zip(scores, others, strict=True))
+def compare_arms(runs: Sequence[Outcome], others: Sequence[Outcome], comparisons: int) -> dict[str, Any]:
+    """An arm beside the first one, by the statistics of a study: paired over seeds, corrected for the number of pairs."""
+    scores, against = [run["score"] for run in runs], [run["score"] for run in others]
+    apart = [one - other for one, other in zip(scores, against, strict=True)]
+    variances = [share_variance(run["score"], run.get("problems")) for run in (*runs, *others)]
+    paired = None
+    if len(apart) > 1:
+        floor = math.sqrt(math.fsum(variances) / len(apart))
+        paired = compare_pairs(apart, comparisons=comparisons, margin=0.0, floor=floor)
     return {
-        "difference": difference(scores, others),
-        "difference_interval": interval(difference, scores, others),
-        "probability": probability_of_improvement(scores, others),
-        "probability_interval": interval(probability_of_improvement, scores, others),
-        "better": sum(one > other for one, other in both),
-        "worse": sum(one < other for one, other in both),
+        "difference": difference(scores, against),
+        "difference_interval": None if paired is None else (max(-1.0, paired.low), min(1.0, paired.high)),
+        "level": 1 - ERROR_RATE / comparisons,
+        "comparisons": comparisons,
+        "probability": probability_of_improvement(scores, against),
+        "probability_interval": None,
+        "better": sum(each > 0 for each in apart),
+        "worse": sum(each < 0 for each in apart),
     }
 
 
@@ -122,7 +148,7 @@ def _edge(scale: Mapping[float, Sequence[Outcome]]) -> dict[str, Any]:
             "seeds": len(runs),
             "broken": sum(run["status"] != "done" for run in runs),
             "mean": mean([run["score"] for run in runs]) if runs else None,
-            "interval": interval(mean, [run["score"] for run in runs]) if runs else None,
+            "interval": share_interval([run["score"] for run in runs]),
         }
         for value, runs in scale.items()
     ]

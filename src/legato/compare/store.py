@@ -5,6 +5,7 @@ configs/NAME.toml   the whole configuration of a run
 runs/NAME/          an ordinary run directory
 logs/NAME.log       what its process printed
 failed/NAME.json    exit code and reason of one that failed
+imported/NAME.json  the outcome of a run of a study that was made on another machine
 compare.json, compare.md, compare.html
 """
 
@@ -25,8 +26,9 @@ from legato.records.lines import RunDirectoryError
 from legato.records.lock import hold_lock
 
 FORMAT = 1
-State = Literal["absent", "begun", "stopped", "done", "unhealthy", "failed"]
-"""begun: there, but without a checkpoint to go on from; stopped: with one; unhealthy: the health watch ended it."""
+State = Literal["absent", "begun", "stopped", "done", "unhealthy", "failed", "imported"]
+"""begun: there, but without a checkpoint to go on from; stopped: with one; unhealthy: the health watch ended it; imported:
+it was run to its end elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,13 @@ class Store:
     def failed_path(self, job: Job) -> Path:
         return self.path / "failed" / f"{job.name}.json"
 
+    def imported_path(self, job: Job) -> Path:
+        return self.path / "imported" / f"{job.name}.json"
+
     def state(self, job: Job) -> State:
         """How far a run has come."""
+        if self.imported_path(job).exists():
+            return "imported"
         if self.failed_path(job).exists():
             return "failed"
         if not self.run_path(job).exists():
@@ -123,6 +130,16 @@ class Store:
 
     def note_failure(self, job: Job, code: int, reason: str) -> None:
         self.failed_path(job).write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
+
+    def imported(self, job: Job) -> dict[str, Any] | None:
+        """The outcome of a run that was made on another machine; None for others."""
+        path = self.imported_path(job)
+        run: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return run
+
+    def store_imported(self, job: Job, run: Mapping[str, Any]) -> None:
+        self.imported_path(job).parent.mkdir(exist_ok=True)
+        self.imported_path(job).write_text(json.dumps(run, allow_nan=False) + "\n", encoding="utf-8")
 
     def clear(self, job: Job) -> None:
         """Remove a run that has no checkpoint: it can only start again."""

@@ -1,17 +1,21 @@
 """`legato study`: run a registered grid of arms, seeds, sweeps and beds, and compare them once every run has ended."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from legato.compare.analysis import analyse, describe_power, is_complete
 from legato.compare.compare import Comparison, GuardedSay, check_equal, plan_runs, preparing, run_jobs
+from legato.compare.finished import describe_machine, export_runs, import_runs, slices
+from legato.compare.jobs import Job
 from legato.compare.outcomes import outcomes
 from legato.compare.processes import Machine
-from legato.compare.registration import ENDPOINTS, Study, registering_commit
+from legato.compare.registration import Study, registering_commit
 from legato.diagnostics.collapse import DEFINITION
+from legato.diagnostics.words import count
 from legato.errors import InputError
 from legato.pages.study import write_study_page
 
@@ -25,44 +29,76 @@ def run_study(
     machine: Machine | None = None,
     pilot: bool = False,
     only: str | None = None,
+    seeds: Collection[int] | None = None,
+    seconds: float = math.inf,
+    finished: Sequence[Path] = (),
+    export: Path | None = None,
     retry_failed: bool = False,
     say: Callable[[str], None] = print,
 ) -> Comparison:
     """Train all unfinished runs. When the last one has ended, compare; before that the results hold no comparison.
 
-    With `pilot` the pilot seeds run instead, in a folder of their own. With `only`, the run of that name alone.
+    With `pilot` the pilot seeds run instead, in a folder of their own. With `only`, the run of that name alone; with
+    `seeds`, the runs of those seeds. After `seconds` no further run begins. `finished` names files of runs that were made
+    on other machines; the seeds that were run to their end here are written to the file `export`.
     """
     machine = machine or Machine()
-    definition = study.definition
-    if pilot:
-        if not study.pilot_seeds:
-            raise InputError(f"expected pilot_seeds, got none ({study.file}); a pilot needs seeds that are not reported")
-        definition = replace(definition, seeds=study.pilot_seeds)
-    store, planned = plan_runs(definition, folder or Path("runs") / f"study-{study.file.stem}{'-pilot' if pilot else ''}")
+    definition = replace(study.definition, seeds=chosen_seeds(study, pilot))
+    store, planned = plan_runs(definition, folder or study_folder(study, pilot))
     say = GuardedSay(say, store.path)
     check_equal(definition, planned, "or allow it with unequal = true")
     chosen = planned if only is None else [job for job in planned if job.name == only]
     if not chosen:
         raise InputError(f"expected the name of a run, got {only!r} (--only); the first is {planned[0].name}")
-    for each in describe_power(study, len(definition.seeds)) if not pilot else ():
-        if each["power"] < each["wanted"]:
-            say(
-                f"power {each['power']:.0%} with {len(definition.seeds)} seeds for {each['name']!r}; {each['seeds_needed']}"
-                f" seeds would have {each['wanted']:.0%}"
-            )
+    unknown = sorted({*(seeds or ())} - {*definition.seeds})
+    if unknown:
+        raise InputError(f"expected seeds out of {list(definition.seeds)}, got {unknown} (--seeds)")
+    chosen = warm_ups_first([job for job in chosen if seeds is None or job.seed in seeds])
+    if not pilot:
+        warn_of_power(study, say)
     registered = registering_commit(study.file.absolute(), study.sha256)  # git reads the whole history of the file
+    here = describe_machine(study)
     with preparing(store, definition, planned, retry_failed):
+        import_runs(finished, study, planned, store, retry_failed=retry_failed)
 
         def report() -> dict[str, Any]:
             runs = outcomes(planned, store)
-            results = describe(study, runs, machine, pilot=pilot, seeds=definition.seeds, registered=registered)
+            results = describe(study, runs, machine, pilot=pilot, seeds=definition.seeds, registered=registered, here=here)
             store.write_results("study.json", results)
             write_study_page(store.path, results)
+            if export is not None:
+                export_runs(export, study, planned, store)  # now and then: a machine may go before the end
             return results
 
-        code = run_jobs(chosen, store, machine, say, report)
+        code = run_jobs(chosen, store, machine, say, report, seconds=seconds, blind=not pilot)
         results = report()
+        if export is not None:
+            whole = export_runs(export, study, planned, store)
+            say(f"{export}: {count(len(whole), 'whole seed')}{''.join(f', {seed}' for seed in whole)}")
     return Comparison(folder=store.path, results=results, exit_code=code)
+
+
+def chosen_seeds(study: Study, pilot: bool) -> tuple[int, ...]:
+    """The reported seeds, or the pilot's."""
+    if pilot and not study.pilot_seeds:
+        raise InputError(f"expected pilot_seeds, got none ({study.file}); a pilot needs seeds that are not reported")
+    return study.pilot_seeds if pilot else study.definition.seeds
+
+
+def study_folder(study: Study, pilot: bool) -> Path:
+    """Where a study goes without --out."""
+    return Path("runs") / f"study-{study.file.stem}{'-pilot' if pilot else ''}"
+
+
+def warn_of_power(study: Study, say: Callable[[str], None]) -> None:
+    """Say which comparisons have too few seeds for the registered difference."""
+    seeds = len(study.definition.seeds)
+    for each in describe_power(study, seeds):
+        if each["power"] < each["wanted"]:
+            say(
+                f"power {each['power']:.0%} with {seeds} seeds for {each['name']!r}; {each['seeds_needed']} seeds would have"
+                f" {each['wanted']:.0%}"
+            )
 
 
 def describe(
@@ -73,13 +109,16 @@ def describe(
     pilot: bool,
     seeds: tuple[int, ...],
     registered: dict[str, str] | None,
+    here: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of study.json. An unfinished study has no comparisons, and its runs no scores: nobody looks early.
 
-    `registered` is the commit that registered the study (`registering_commit`).
+    `registered` is the commit that registered the study (`registering_commit`), `here` what made the runs that were not
+    imported (`describe_machine`).
     """
     definition, complete = study.definition, is_complete(runs)
     analysis = analyse(study, runs, seeds) if complete else {"comparisons": [], "verdict": "unfinished"}
+    made = slices(runs, here or {})
     if not complete:
         runs = [{key: run[key] for key in ("name", "bed", "arm", "seed", "point", "status", "reason")} for run in runs]
     return {
@@ -95,16 +134,29 @@ def describe(
         "question": study.question,
         "confirmed": study.confirmed,
         "refuted": study.refuted,
-        "endpoint": {"kind": study.endpoint.kind, "axis": study.endpoint.axis, "means": ENDPOINTS[study.endpoint.kind]},
-        "collapse": DEFINITION,
+        "endpoint": {"kind": study.endpoint.kind, "axis": study.endpoint.axis, "means": study.endpoint.means},
+        "measure": study.measure,
+        "settings": dict(study.settings),
+        "collapse": DEFINITION if study.measure is None else None,
         "seeds": list(seeds),
         "arms": {arm: dict(options) for arm, options in definition.arms.items()},
         "beds": {name: [str(path) for path in bed.recipes] for name, bed in definition.all_beds.items()},
         "sweep": {path: list(values) for path, values in definition.sweep.items()},
         "machine": {"parallel": machine.parallel, "threads": machine.threads, "gpus": list(machine.gpus)},
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "made": made,
         "complete": complete,
         "power": describe_power(study, len(seeds)) if len(seeds) > 1 else [],
         **analysis,
         "runs": runs,
     }
+
+
+def warm_ups_first(planned: Sequence[Job]) -> list[Job]:
+    """The same runs, in front one for each warm-up: runs at once would else all wait for the same one."""
+    first: dict[tuple[str, int], Job] = {}
+    for job in planned:
+        first.setdefault((job.bed, job.seed), job)
+    leading = list(first.values())
+    names = {job.name for job in leading}
+    return [*leading, *(job for job in planned if job.name not in names)]

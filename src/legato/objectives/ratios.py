@@ -93,6 +93,26 @@ class Product(_Anchored):
         return bounded(context.segments.sum(tokens), -self.limit, self.limit)
 
 
+@part("ratio", "length-power")
+class LengthPower(_Anchored):
+    """r = exp(L^-exponent * sum of lw) of a response of L tokens: exponent 1 is the mean (GSPO), 0 the product."""
+
+    level: Level = choice("sequence", default="sequence", says="The whole response.")
+    exponent: float = number(
+        default=0.5, says="How far the sum of log-ratios is divided by the length.", minimum=0.0, maximum=1.0
+    )
+    anchor: str = choice(*ANCHORS, default="old", says=_ANCHOR)
+    limit: float = number(default=20.0, says="Largest |log r|; zero gradient beyond.", above=0.0)
+
+    def tokens(self, signals: Signals) -> PerToken:
+        return signals.log_ratio(self.anchor)
+
+    def reduce(self, tokens: PerToken, context: Context) -> Spread:
+        # A row without tokens has the length 0 and the sum 0.
+        scale = context.segments.size().clamp(min=1.0).pow(-self.exponent)
+        return bounded(scale * context.segments.sum(tokens), -self.limit, self.limit)
+
+
 @part("ratio", "product-weight")
 class ProductWeight(_Anchored):
     """sg[W] as a detached weight on log pi (VESPO)."""

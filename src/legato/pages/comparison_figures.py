@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-from legato.diagnostics.statistics.seeds import interval, mean
+from legato.diagnostics.statistics.paired import share_interval
+from legato.diagnostics.statistics.seeds import mean
 from legato.pages.comparison_tables import Results, label
 from legato.pages.curves import round_six, thin
 from legato.pages.legible import legible
@@ -15,7 +16,7 @@ ARMS = (BLUE, AMBER, GREEN, VIOLET, "#db2777", "#0891b2", "#64748b", "#65a30d")
 """One colour per arm; red is for what broke."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 BANDS = 60
-"""Most points of a curve over seeds: each point has an interval from thousands of resamples."""
+"""Most points of a curve over seeds: a page of many runs stays small."""
 
 Run = Mapping[str, Any]
 
@@ -69,7 +70,7 @@ def over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str,
     x = [float(step) for step in steps]
     label_text = _safe(name)
     average = line(x, [round_six(mean(values[step])) for step in steps], label_text, colour)
-    around = {step: interval(mean, values[step]) for step in steps}
+    around = {step: share_interval(values[step]) for step in steps}
     if not steps:
         return []
     low = [round_six(mean(values[step]) if (ends := around[step]) is None else ends[0]) for step in steps]

@@ -2,17 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from math import comb
 from typing import Any
 
 from legato.diagnostics.words import count
 from legato.pages.report import duration
 
 Results = Mapping[str, Any]
-
-_RARE = Fraction(1, 20)
-"""A difference is stated without reserve if seeds of equal arms would agree as well in at most this share of cases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,34 +53,11 @@ def _sentence(arm: str, pair: Mapping[str, Any], against: str, point: Mapping[st
     by = f"{100 * change:+.1f} points"
     if around is None:
         return f"{arm} ended {by} beside {against}{at} with one seed, which says nothing of other seeds."
-    numbers = f"{by}, 95 % {100 * around[0]:+.1f} to {100 * around[1]:+.1f}, {len(point['seeds'])} seeds"
+    level = f"{100 * pair['level']:.4g} %"
+    numbers = f"{by}, {level} {100 * around[0]:+.1f} to {100 * around[1]:+.1f}, {len(point['seeds'])} seeds"
     if around[0] <= 0 <= around[1]:
         return f"{arm} and {against} cannot be told apart{at} ({numbers})."
-    ended = f"{arm} ended {'above' if change > 0 else 'below'} {against}{at}"
-    if _chance(pair, change > 0) <= _RARE:
-        return f"{ended} ({numbers})."
-    scores = (point["arms"][each]["scores"] for each in (arm, against))
-    apart = [100 * (one - other) for one, other in zip(*scores, strict=True)]
-    by = f"{by}; by seed {min(apart):+.1f} to {max(apart):+.1f}"
-    return f"{ended} on {_agreement(pair, change > 0, len(apart), by)}."
-
-
-def _chance(pair: Mapping[str, Any], above: bool) -> Fraction:
-    """Return how often seeds of equal arms agree as well by chance, in either direction; ties are not counted."""
-    agreeing, differing = pair["better" if above else "worse"], pair["better"] + pair["worse"]
-    ways = 2 * sum(comb(differing, each) for each in range(agreeing, differing + 1))
-    return min(Fraction(1), Fraction(ways, 2**differing))
-
-
-def _agreement(pair: Mapping[str, Any], above: bool, seeds: int, by: str) -> str:
-    """Say how many seeds agree, and how often chance does the same: an interval of few seeds is too narrow."""
-    agreeing, differing = pair["better" if above else "worse"], pair["better"] + pair["worse"]
-    level = f" and level on {seeds - differing}" if differing < seeds else ""
-    on = f"{agreeing} of {seeds} seeds" if agreeing < seeds else "both seeds" if seeds == 2 else f"all {seeds} seeds"
-    share = _chance(pair, above)
-    often = "every case" if share == 1 else f"{share.numerator} of {share.denominator} cases"
-    which = f"{agreeing}" if agreeing == differing else f"{agreeing} of {differing}"
-    return f"{on}{level} ({by}); chance alone makes {which} seeds agree in {often}"
+    return f"{arm} ended {'above' if change > 0 else 'below'} {against}{at} ({numbers})."
 
 
 def label(point: Mapping[str, Any]) -> str:
@@ -111,10 +83,18 @@ def _scores(results: Results, point: Mapping[str, Any]) -> Table:
             )
         )
     one = " One seed: there are no intervals." if len(seeds) == 1 else ""
+    pair = next(iter(point["pairs"].values()), None)
+    corrected = (
+        f" Beside {against}: {100 * pair['level']:.4g} % each, so that all {pair['comparisons']} hold together in 95 % of"
+        " comparisons."
+        if pair is not None and pair["comparisons"] > 1
+        else ""
+    )
     listed = ", ".join(map(str, seeds))
     return Table(
         title="Held-out accuracy at the end" + (f", {label(point['point'])}" if point["point"] else ""),
-        note=f"Sampled; over the seeds {listed}, with 95 % intervals. P: that a run beats a run of {against}.{one}",
+        note=f"Sampled; over the seeds {listed}, with 95 % intervals (Student's t).{corrected} P: that a run beats a run of"
+        f" {against}.{one}",
         headings=("arm", "mean", "interquartile mean", f"beside {against}", f"P(above {against})", "seeds above"),
         rows=tuple(rows),
     )

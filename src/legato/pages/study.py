@@ -48,12 +48,13 @@ def tables(results: Results) -> list[Table]:
         row = (str(ended), str(len(results["runs"])))
         note = "Scores are shown when the last run has ended."
         return [Table(title="Progress", note=note, headings=("ended", "runs"), rows=(row,)), _power(results)]
-    return [_comparisons(results), _endpoints(results), _survival(results), _power(results)]
+    runs = _survival(results) if results.get("measure") is None else _measured(results)
+    return [_comparisons(results), _endpoints(results), runs, _power(results)]
 
 
 def figures(results: Results) -> list[Figure]:
     """Survival by the swept value for each bed; empty before the study is complete or without a sweep of numbers."""
-    if not results["complete"]:
+    if not results["complete"] or results.get("measure") is not None:
         return []
     drawn = []
     for axis, values in results["sweep"].items():
@@ -177,6 +178,23 @@ def _survival(results: Results) -> Table:
         for each in points.values()
     ]
     return Table(title="Runs that survived", note=results["collapse"], headings=("bed and arm", *labels), rows=tuple(rows))
+
+
+def _measured(results: Results) -> Table:
+    """Mean and range over seeds of every arm at every swept value."""
+    rows = []
+    for arm in results["arms"]:
+        runs = [run for run in results["runs"] if run["arm"] == arm]
+        for point in {repr(run["point"]): run["point"] for run in runs}.values():
+            values = [run["value"] for run in runs if run["point"] == point]
+            at = ", ".join(f"{path} {value:g}" for path, value in point.items())
+            rows.append((arm, at, f"{sum(values) / len(values):.4g}", f"{min(values):.4g} to {max(values):.4g}"))
+    return Table(
+        title="All measurements",
+        note=f"Over {len(results['seeds'])} seeds, not corrected for their number.",
+        headings=("arm", "at", "mean", "by seed"),
+        rows=tuple(rows),
+    )
 
 
 def _power(results: Results) -> Table:

@@ -1,0 +1,156 @@
+"""Finished runs of a study as one small file, so that a study can be run in slices on machines that keep nothing.
+
+A slice holds whole seeds only. The arms of a seed are paired because they start from the same warmed-up weights, and another
+machine may warm up to other bits. The file is compressed, so that no search and no diff shows a score before the study is
+complete.
+"""
+
+import gzip
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from legato.compare.jobs import Job
+from legato.compare.outcomes import COUNTED, outcome
+from legato.compare.registration import Study
+from legato.compare.store import Store
+from legato.errors import InputError
+
+FORMAT = 1
+SUFFIX = ".json.gz"
+
+
+def describe_machine(study: Study) -> dict[str, Any]:
+    """When, with which code and on what the runs of this process are made."""
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(study.file.absolute().parent),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": device,
+    }
+
+
+def export_runs(path: Path, study: Study, planned: Sequence[Job], store: Store) -> list[int]:
+    """Write the runs of every seed that was run to its end in this folder; the seeds. Imported runs are left out."""
+    by_seed: dict[int, list[Job]] = {}
+    for job in planned:
+        by_seed.setdefault(job.seed, []).append(job)
+    whole: dict[int, list[dict[str, Any]]] = {}
+    for seed, jobs in by_seed.items():
+        if any(store.imported(job) for job in jobs):
+            continue
+        runs = [{"options": _options(job), **outcome(job, store)} for job in jobs]
+        if all(run["status"] in COUNTED for run in runs):
+            whole[seed] = runs
+    content = {
+        "format": FORMAT,
+        "study": study.file.name,
+        "sha256": study.sha256,
+        "made": describe_machine(study),
+        "runs": [run for runs in whole.values() for run in runs],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    # Without a time in its header the same runs give the same bytes.
+    partial.write_bytes(gzip.compress(json.dumps(content, allow_nan=False).encode(), mtime=0))
+    partial.replace(path)
+    return list(whole)
+
+
+def import_runs(paths: Iterable[Path], study: Study, planned: Sequence[Job], store: Store, *, retry_failed: bool) -> None:
+    """Take finished runs over into the folder of the study. With `retry_failed`, seeds with a failed run are left out.
+
+    InputError if a slice belongs to another registration, or was run with another value of an option.
+    """
+    by_name = {job.name: job for job in planned}
+    sources: dict[int, Path] = {}
+    for path in _files(paths):
+        content = _read(path)
+        if content["sha256"] != study.sha256:
+            raise InputError(
+                f"expected runs of {study.file} as it is (sha256 {study.sha256[:12]}), got runs of {content['study']} with"
+                f" {content['sha256'][:12]} ({path}); a study that was registered anew begins anew"
+            )
+        failed = {run["seed"] for run in content["runs"] if run["status"] == "failed"} if retry_failed else set()
+        for run in content["runs"]:
+            if run["seed"] in failed or run["name"] not in by_name:
+                continue  # a pilot takes no run of the study, and the other way round
+            if sources.setdefault(run["seed"], path) != path:
+                raise InputError(
+                    f"expected each seed in one file, got seed {run['seed']} in {sources[run['seed']]} and {path}; a seed is"
+                    " run once"
+                )
+            job = by_name[run["name"]]
+            _check_options(path, job, run["options"])
+            if store.run_path(job).exists():
+                continue  # it ran, or runs, here
+            kept = {key: value for key, value in run.items() if key != "options"}
+            store.store_imported(job, {**kept, "made": content["made"]})
+
+
+def slices(runs: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Where the runs of a study were made, each place with its number of runs; `here` for those that were not imported."""
+    places: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        if run["status"] in COUNTED:
+            made = dict(run.get("made") or here)
+            places.setdefault(repr(made), {**made, "runs": 0})["runs"] += 1
+    return list(places.values())
+
+
+def _options(job: Job) -> dict[str, str]:
+    """The options of a run as text, but for the places it writes to."""
+    places = ("output.", "policy.warm_up.cache")
+    return {path: repr(value) for path, value in job.resolved.values.items() if not path.startswith(places)}
+
+
+def _check_options(path: Path, job: Job, before: Mapping[str, str]) -> None:
+    # An option that one side does not know came or went with the code between two slices: its default changes nothing.
+    now = _options(job)
+    for option in sorted({*before} & {*now}):
+        if before[option] != now[option]:
+            raise InputError(
+                f"expected {option} = {now[option]}, got {before[option]} ({job.name} in {path}); runs with other options"
+                " cannot be part of this study"
+            )
+
+
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(path.glob(f"*{SUFFIX}"))
+        elif path.is_file():
+            yield path
+        else:
+            raise InputError(f"expected a file or folder of finished runs, got {path} (--import), which does not exist")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+        if content["format"] != FORMAT or not isinstance(content["runs"], list):
+            raise ValueError(f"its format is {content['format']!r}")
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"expected finished runs of a study, got {path}, which cannot be read: {error}") from None
+    return content
+
+
+def _commit(folder: Path) -> str | None:
+    """The commit of the code; LEGATO_COMMIT where the machine has a copy of the files without their history."""
+    given = os.environ.get("LEGATO_COMMIT")
+    if given:
+        return given
+    try:
+        words = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
