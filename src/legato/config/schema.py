@@ -16,8 +16,9 @@ from legato.policy.model.load import Loading
 from legato.policy.model.supervised import WarmUp
 from legato.rewards.scoring import ComponentSettings, RewardSettings
 from legato.rollouts.engine import EngineSettings, ResponseSettings
+from legato.rollouts.episodes import EpisodeSettings
 from legato.rollouts.mismatch import Mismatch
-from legato.rollouts.render import ChatSettings, SystemPrompt
+from legato.rollouts.render import ChatSettings, SystemPrompt, ToolSettings
 from legato.rollouts.sampling import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Sampling
 from legato.tasks.source import SourceSettings
 from legato.training.collect import GroupSettings, PromptSettings, ResamplingSettings
@@ -49,7 +50,7 @@ class SecondTask:
 
 
 @settings()
-class Task(SourceSettings, SystemPrompt, ResamplingSettings):
+class Task(SourceSettings, SystemPrompt, ResamplingSettings, ToolSettings, EpisodeSettings):
     """The task to train on."""
 
     kind: str = text(
@@ -65,6 +66,9 @@ class Task(SourceSettings, SystemPrompt, ResamplingSettings):
         says='The environment of multi-turn tasks: a registered name, or "module:Name" or "file.py:Name" of your own;'
         " absent: a rollout is one response.",
         optional=True,
+    )
+    environment_options: Mapping[str, Any] = free_table(
+        default_factory=dict, says="Options of the environment: its fields, or the arguments of its class."
     )
     stages: int = integer(
         default=1,

@@ -156,9 +156,12 @@ class Trainer:
         settings: TrainingSettings,
         reference: Reference | None = None,
         world: World | None = None,
+        drop_cut: bool = False,
     ) -> None:
         self.policy, self.algorithm, self.source, self.optimizer = policy, algorithm, source, optimizer
         self.settings, self.reference = settings, reference
+        self.drop_cut = drop_cut
+        """Whether rollouts that a limit of their episode cut are not trained on."""
         self.world = OneProcess() if world is None else world
         for option in routing_options(algorithm, settings):
             policy.require_routers(option)
@@ -188,10 +191,10 @@ class Trainer:
         floor = self._probe(tables)
         # Where the estimator reads no scores, advantages come first: rows without one need no old log-probs.
         scores_first = estimator_reads_anchor(self.algorithm)
-        tables = tables if scores_first else tables.with_advantages(self.algorithm)
+        tables = tables if scores_first else tables.with_advantages(self.algorithm, drop_cut=self.drop_cut)
         updates = self._plan(tables)
         tables = self._score_old_policy(tables, updates)
-        tables = tables.with_advantages(self.algorithm) if scores_first else tables
+        tables = tables.with_advantages(self.algorithm, drop_cut=self.drop_cut) if scores_first else tables
         silent = self._silent_rows(tables)
         self._compare_ranks(tables, updates)
         clock.end("anchor")
