@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from legato.core.batch import collate
-from legato.core.rollout import Author, Group, Problem, Rollout, Score, Scored
+from legato.core.rollout import Author, Group, Problem, Rollout, Score, Scored, StopReason
 from legato.environments.tools import ToolEnvironment, ToolEpisode, tools_of
 from legato.rollouts.engine import Limits, QueuedEngine, Request, Response, make_responses
 from legato.rollouts.episodes import EpisodeSettings, Reply, Runner, Start
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.tool_calls import FORMATS, Call, format_of
-from legato.core.rollout import StopReason
 from tests.rollouts.chat_families import FAMILIES, Family
 
 families = pytest.mark.parametrize("family", FAMILIES, ids=[each.name for each in FAMILIES])
@@ -116,7 +115,7 @@ def test_the_trainers_tokens_are_those_the_engine_saw(family: Family, count: int
 
 @families
 def test_the_tools_stand_in_the_prompt(family: Family) -> None:
-    rollout, engine, _ = play(family, calls(family, 0), Doubles())
+    _, engine, _ = play(family, calls(family, 0), Doubles())
     assert "double" in engine.words.decode(engine.read[0]).replace("double 4", "")
 
 
@@ -137,7 +136,7 @@ def test_a_template_that_drops_reasoning_makes_rows_of_one_rollout(family: Famil
     thinking = {"hermes": "<think>\nhm\n</think>\n\nword", "llama": "word"}
     thinking["harmony"] = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>word"
     text = thinking[format_of(family.template).name]
-    rollout, engine, rendering = play(family, [(f"{text}{number}", family.end) for number in range(3)], Asks())
+    rollout, engine, _ = play(family, [(f"{text}{number}", family.end) for number in range(3)], Asks())
     check_tokens(rollout, engine)
     assert rollout.turn_rewards == (0.5, 0.5, 0.5) and int(rollout.turn.max()) == 2
     # What the engine read last is what the template renders, so a server would show the same.
@@ -217,7 +216,7 @@ def test_wrong_calls_are_replies_too(family: Family) -> None:
         ("llama", '{"name": "f", "parameters": {"a": [1]}}', Call(name="f", arguments={"a": [1]})),
         ("llama", "<|python_tag|>f.call(query=\"x\")", Call(name="f", arguments={"query": "x"})),
         ("llama", '{"answer": 4}', None),
-        ("harmony", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}', Call(name="f", arguments={"a": 1})),
+        ("harmony", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}', Call(name="f", arguments={})),
         ("harmony", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', Call(name="f", arguments={"a": 1})),
         ("plain", "f(1+2)", Call(name="f", arguments="1+2")),
         ("plain", 'f({"a": 1})', Call(name="f", arguments={"a": 1})),

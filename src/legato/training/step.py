@@ -38,7 +38,7 @@ from legato.training.report import (
 )
 from legato.training.source import RolloutSource, Tally
 from legato.training.tables import Tables, needs, needs_router_shift
-from legato.training.update import BREAK_EVEN, Look, Report, count_update, silent_rows, update_gradient
+from legato.training.update import BREAK_EVEN, Look, Report, count_update, reads_whole_update, silent_rows, update_gradient
 
 
 @settings()
@@ -290,7 +290,12 @@ class Trainer:
         """The tables with log-probs of the old and the reference policy, and old values."""
         algorithm, epochs = self.algorithm, self.settings.epochs_per_step
         # Rows that certainly have no gradient are not scored if only their own update would read the scores.
-        alone = algorithm.scope is Scope.ROW and not algorithm.objective.corrections and epochs == 1
+        alone = (
+            not reads_whole_update(algorithm, tables)
+            and algorithm.scope is Scope.ROW
+            and not algorithm.objective.corrections
+            and epochs == 1
+        )
         silent = self._silent_rows(tables) if tables.advantages is not None and alone else None
         assert self.anchor_choice is not None
         return anchor(
@@ -304,7 +309,7 @@ class Trainer:
             silent=silent,
             replay=self.settings.routing_replay,
             shift=needs_router_shift(algorithm),
-            whole_update=algorithm.scope is Scope.UPDATE,
+            whole_update=reads_whole_update(algorithm, tables),
             world=self.world,
         )
 

@@ -213,7 +213,16 @@ class Tables:
             keep=None if self.keep is None else self.keep[rows],
             group=group,
             turn=part(self.turn),
+            rollout=self._rollouts(rows),
         )
+
+    def _rollouts(self, rows: Tensor) -> Tensor | None:
+        """[rows]: the rollout of each row, dense from 0; None where each row is a rollout."""
+        pieces = self.batch.pieces
+        if pieces is None:
+            return None
+        owner = torch.arange(len(pieces)).repeat_interleave(torch.tensor(pieces))
+        return renumber(owner.to(rows.device)[rows])
 
     def _shift(self, routed: Routed, rows: Tensor, own_anchor: bool) -> Tensor | None:
         """[rows, width]: gamma; 1 where the policy has not moved."""
