@@ -24,6 +24,7 @@ from legato.tasks.source import SourceSettings
 from legato.training.collect import GroupSettings, PromptSettings, ResamplingSettings
 from legato.training.optimizer import OptimizerSettings
 from legato.training.step import TrainingSettings
+from legato.training.teacher import TeacherSettings
 
 
 @settings()
@@ -346,6 +347,9 @@ class Config:
     reward: Reward = table(default_factory=Reward, says="The reward function.")
     policy: Policy = table(default_factory=Policy, says="The model that is trained.")
     rollouts: Rollouts = table(default_factory=Rollouts, says="Sampling of responses.")
+    teacher: TeacherSettings = table(
+        default_factory=TeacherSettings, says="Another model that the policy learns from (on-policy distillation)."
+    )
     training: Training = table(default_factory=Training, says="Updates of the policy.")
     evaluation: Evaluation = table(default_factory=Evaluation, says="Evaluation on held-out problems.")
     health: HealthSettings = table(default_factory=HealthSettings, says="What the health watch does.")

@@ -49,6 +49,7 @@ from legato.training.play import Judge
 from legato.training.ranks.process_group import ProcessGroup
 from legato.training.step import Trainer, routing_options
 from legato.training.tables import needs
+from legato.training.teacher import Teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -503,8 +504,35 @@ def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, referen
         optimizer=Optimizer(weights, training, total_updates=training.total_updates, division=division),
         settings=training,
         world=world,
+        teacher=teacher_of(resolved, policy),
         drop_cut=resolved.config.task.environment is not None and not resolved.config.task.train_on_cut,
     )
+
+
+def teacher_of(resolved: Resolved, policy: Policy) -> Teacher | None:
+    """The teacher whose log-probs are advantages; None: there is none, or it is the reference of a penalty."""
+    settings = resolved.config.teacher
+    if settings.model is None or settings.use != "advantage":
+        return None
+    return Teacher.of(load_teacher(resolved, settings.model), policy, settings)
+
+
+def teacher_is_reference(config: Config) -> bool:
+    return config.teacher.model is not None and config.teacher.use == "penalty"
+
+
+def reference_of(resolved: Resolved, policy: Policy) -> Reference:
+    """The reference of KL penalties: the policy as it is now, or the teacher."""
+    settings = resolved.config.teacher
+    if settings.model is not None and teacher_is_reference(resolved.config):
+        return Teacher.of(load_teacher(resolved, settings.model), policy, settings).reference
+    return Reference.from_policy(policy)
+
+
+def load_teacher(resolved: Resolved, model: str) -> Policy:
+    """The model of a teacher, loaded as the policy is but for adapters."""
+    config = resolved.config
+    return load_policy(model, replace(config.policy, lora=None, frozen=()), seed=config.training.seed)
 
 
 def divides_layers(config: Config, world: World) -> bool:
