@@ -233,3 +233,22 @@ def test_i15_values_at_masked_tokens_do_not_matter(name: str, data: st.DataObjec
     left, right = evaluate(build_member(name), batch), evaluate(build_member(name), replace(batch, **other))
     assert left.loss == right.loss
     assert left.coefficients == right.coefficients
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gspo_token_equals_gspo_on_several_turns_to_the_last_bits(seed: int) -> None:
+    """Tool tokens between turns, equal advantages: the same loss and coefficients to two roundings of float64."""
+    random = torch.Generator().manual_seed(seed)
+    mask = torch.rand(6, 14, generator=random) > 0.3
+    mask[:, 0] = True
+    turn = torch.where(mask, (~mask).cumsum(1), -1)
+    old = -torch.rand(6, 14, generator=random, dtype=torch.float64)
+    new = old + 1e-3 * torch.randn(6, 14, generator=random, dtype=torch.float64)
+    advantages = torch.randn(6, generator=random, dtype=torch.float64)
+    common = {"logprobs": new, "old_logprobs": old, "mask": mask, "turn": turn}
+    whole = legato.loss("gspo", advantages=advantages, **common)
+    by_token = legato.loss("gspo-token", advantages=advantages[:, None].expand(6, 14).contiguous(), **common)
+    assert by_token.loss.item() == pytest.approx(whole.loss.item(), abs=2 * torch.finfo(torch.float64).eps)
+    difference = (by_token.coefficients - whole.coefficients).abs()
+    assert (difference <= 2 * torch.finfo(torch.float64).eps * whole.coefficients.abs()).all()
+    assert ((whole.coefficients == 0) == (by_token.coefficients == 0)).all()

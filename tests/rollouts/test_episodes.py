@@ -435,10 +435,18 @@ def test_a_third_turn_contains_all_earlier_turns() -> None:
     assert inserted == "<tool>no0:<assistant><tool>no1:<assistant>"
 
 
-def test_a_template_that_changes_earlier_turns_is_refused() -> None:
-    runner = replace(make_runner(Speaking("1=5", "6"), Replying(reply_twice), most=80), rendering=chat_rendering(FORGETFUL))
-    with pytest.raises(ValueError, match="expected a chat template that leaves earlier turns as they were"):
-        play(runner)
+def test_a_template_that_changes_earlier_turns_starts_a_new_row() -> None:
+    rendering = chat_rendering(FORGETFUL)
+    engine = Speaking("1=5", "6")
+    runner = replace(make_runner(engine, Replying(reply_twice), most=80), rendering=rendering)
+    (rollout,) = play(runner, replace(make_start(), prompt=rendering.prompt(Problem(prompt="2+3="))))
+    (first,) = rollout.earlier
+    assert first.tokens.tolist() == [*ids("1=5"), END] and rollout.tokens.tolist() == [*ids("6"), END]
+    assert first.turn.tolist() == [0] * 4 and rollout.turn.tolist() == [1] * 2 and rollout.length == 6
+    # The template forgot "1=": the policy reads what it renders.
+    expected = [*ids("<user>2+3="), END, *ids("<assistant>5"), END, *ids("<user>no:"), END, *ids("<assistant>")]
+    assert rollout.prompt_tokens.tolist() == engine.submitted[1][0].prompt.tolist() == expected
+    assert rollout.dialogue == ("1=5", "no:", "6")
 
 
 def test_the_error_of_a_template_that_refuses_messages_lists_their_roles() -> None:

@@ -34,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "task.kind": "reversal",
     "task.length": 1,
     "task.held_out": 2,
+    "task.train_on_cut": True,  # an untrained model hardly ever ends a turn
     "policy.warm_up": {"steps": 20, "examples_per_step": 64, "lr": 1e-2},
     "rollouts.max_response_tokens": 20,
     "rollouts.samples_per_prompt": 8,

@@ -48,7 +48,7 @@ def _inner(value: Any, prefix: str, chosen: Callable[[str], bool]) -> Any:
 
 def _absolute(path: str, value: str) -> str:
     """The value of an option of ours."""
-    if path == "policy.model":
+    if path in ("policy.model", "teacher.model"):
         folder = os.path.expanduser(value)
         return os.path.abspath(folder) if value not in ("tiny", "tiny-moe", "smollm2") and os.path.exists(folder) else value
     if path == "policy.warm_up.cache":

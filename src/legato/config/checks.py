@@ -52,7 +52,7 @@ class Case:
 def disagreements(case: Case) -> Iterator[str]:
     """The messages of all checks."""
     checks = (_updates, _stages, _epochs, _environment, _reward, _engine, _mismatch, _evaluation, _sets, _health, _output)
-    for check in (*checks, _algorithm, _turns, _values, _float32):
+    for check in (*checks, _algorithm, _turns, _levels, _teacher, _values, _float32):
         yield from check(case)
 
 
@@ -285,6 +285,42 @@ def _turns(case: Case) -> Iterator[str]:
             f"expected task.environment, got none: {_describe_part(case, path)} reads turns, and without an environment"
             " every rollout is one turn; name an environment, or take a level or an advantage of whole responses"
         )
+
+
+def _levels(case: Case) -> Iterator[str]:
+    """Refuse advantages by turn beside a ratio that gives all tokens of a response one gradient: they would be averaged."""
+    ratio, advantage = case.algorithm.objective.ratio, case.algorithm.advantage
+    by_turn = "turn" in advantage.needs()
+    if by_turn and ratio.gradient == "through" and ratio.level == "sequence":
+        yield (
+            f"expected one advantage for each response, got {_describe_part(case, 'advantage')}, which has one for each"
+            " turn; use gspo-token for advantages per token, or turn-gspo for advantages per turn"
+        )
+
+
+def _teacher(case: Case) -> Iterator[str]:
+    teacher, algorithm = case.config.teacher, case.algorithm
+    if teacher.model is None:
+        return
+    ratio = algorithm.objective.ratio
+    if teacher.use == "advantage" and ratio.gradient == "through" and ratio.level != "token":
+        yield case.refuse(
+            "teacher.use",
+            f"'penalty' beside {algorithm.name}, which has one advantage for each {ratio.level}",
+            "or take gspo-token, grpo or another algorithm with advantages per token",
+        )
+    if teacher.use == "penalty" and "ref_logprobs" not in needs_of(algorithm):
+        yield case.refuse(
+            "teacher.use",
+            f"'advantage' beside {algorithm.name}, which has no KL penalty",
+            'or add one: algorithm.objective.penalties = ["kl-ratio-weighted"]',
+        )
+
+
+def needs_of(algorithm: Algorithm) -> set[str]:
+    """Every signal that the algorithm reads."""
+    read = {signal for signals in algorithm.objective.needs().values() for signal in signals}
+    return read | set(algorithm.advantage.needs())
 
 
 def _values(case: Case) -> Iterator[str]:

@@ -16,8 +16,8 @@ from legato.tasks.data import Usual
 
 @functools.cache
 def register_all() -> None:
-    """Import all modules of tasks and rewards, which registers their parts."""
-    for room in ("tasks", "rewards"):
+    """Import all modules of tasks, rewards and environments, which registers their parts."""
+    for room in ("tasks", "rewards", "environments"):
         package = import_module(f"legato.{room}")
         # Worker modules run in their own process; their imports may be slow or missing here.
         for module in (each for each in pkgutil.iter_modules(package.__path__) if not each.name.endswith("_worker")):

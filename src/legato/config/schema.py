@@ -16,13 +16,15 @@ from legato.policy.model.load import Loading
 from legato.policy.model.supervised import WarmUp
 from legato.rewards.scoring import ComponentSettings, RewardSettings
 from legato.rollouts.engine import EngineSettings, ResponseSettings
+from legato.rollouts.episodes import EpisodeSettings
 from legato.rollouts.mismatch import Mismatch
-from legato.rollouts.render import ChatSettings, SystemPrompt
+from legato.rollouts.render import ChatSettings, SystemPrompt, ToolSettings
 from legato.rollouts.sampling import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Sampling
 from legato.tasks.source import SourceSettings
 from legato.training.collect import GroupSettings, PromptSettings, ResamplingSettings
 from legato.training.optimizer import OptimizerSettings
 from legato.training.step import TrainingSettings
+from legato.training.teacher import TeacherSettings
 
 
 @settings()
@@ -49,7 +51,7 @@ class SecondTask:
 
 
 @settings()
-class Task(SourceSettings, SystemPrompt, ResamplingSettings):
+class Task(SourceSettings, SystemPrompt, ResamplingSettings, ToolSettings, EpisodeSettings):
     """The task to train on."""
 
     kind: str = text(
@@ -65,6 +67,9 @@ class Task(SourceSettings, SystemPrompt, ResamplingSettings):
         says='The environment of multi-turn tasks: a registered name, or "module:Name" or "file.py:Name" of your own;'
         " absent: a rollout is one response.",
         optional=True,
+    )
+    environment_options: Mapping[str, Any] = free_table(
+        default_factory=dict, says="Options of the environment: its fields, or the arguments of its class."
     )
     stages: int = integer(
         default=1,
@@ -342,6 +347,9 @@ class Config:
     reward: Reward = table(default_factory=Reward, says="The reward function.")
     policy: Policy = table(default_factory=Policy, says="The model that is trained.")
     rollouts: Rollouts = table(default_factory=Rollouts, says="Sampling of responses.")
+    teacher: TeacherSettings = table(
+        default_factory=TeacherSettings, says="Another model that the policy learns from (on-policy distillation)."
+    )
     training: Training = table(default_factory=Training, says="Updates of the policy.")
     evaluation: Evaluation = table(default_factory=Evaluation, says="Evaluation on held-out problems.")
     health: HealthSettings = table(default_factory=HealthSettings, says="What the health watch does.")

@@ -1,4 +1,5 @@
-"""The scored rollouts of a step as tables: one row per rollout, `[B, T]` per token, padded at the end; on the host."""
+"""The scored rollouts of a step as tables: a row per rollout (or several: `Rollout.earlier`), `[B, T]` per token, padded at
+the end; on the host."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from legato.core.rollout import START_STATE, TRUNCATED, Group, Rollout, Routes, Score, Scored
+from legato.core.rollout import START_STATE, TRUNCATED, Group, Rollout, Routes, Row, Score, Scored
 from legato.core.texts import Texts
 from legato.errors import InputError
 
@@ -37,6 +38,8 @@ class Batch:
     """[B, U] integers: equal ids within a group are one state of the environment; None if no rollout has states."""
     routes: Routes | None = None
     """The engine's routes: prompts [G, P] flattened, then responses [B, T]; None if no rollout has any."""
+    pieces: tuple[int, ...] | None = None
+    """How many rows each rollout has, in order; None: one each. All columns by rollout above are repeated for each row."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -44,31 +47,35 @@ class Batch:
 
 def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batch:
     """The batch of some groups. Values are checked once, here, so that an update need not wait for checks."""
-    members = [(number, member) for number, group in enumerate(groups) for member in group.members]
+    scored = [(number, member) for number, group in enumerate(groups) for member in group.members]
+    several = any(member.rollout.earlier for _, member in scored)
+    members = [(number, member) for number, member in scored for _ in member.rollout.rows] if several else scored
+    rows: list[Row | Rollout] = [row for _, member in scored for row in member.rollout.rows]
     rollouts = [member.rollout for _, member in members]
     scores = [member.score for _, member in members]
-    prompts = [group.members[0].rollout.prompt_tokens for group in groups]
-    truncation = [rollout.kept_logmass for rollout in rollouts]
+    prompts, places, problem = _prompts([number for number, _ in members], rows, len(groups))
+    truncation = [row.kept_logmass for row in rows]
     kept_logmass = None
     if _any_present(truncation):
-        masses = zip(truncation, rollouts, strict=True)
+        masses = zip(truncation, rows, strict=True)
         kept_logmass = _table([torch.zeros_like(r.sampler_logprobs) if mass is None else mass for mass, r in masses]).to(
             dtype
         )
-    mask, logprobs = (_table([getattr(r, name) for r in rollouts]) for name in ("mask", "sampler_logprobs"))
+    mask, logprobs = (_table([getattr(row, name) for row in rows]) for name in ("mask", "sampler_logprobs"))
     _check(rollouts, mask, logprobs)
     return Batch(
         texts=Texts(
             prompts=_table(prompts),
             prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
-            tokens=_table([rollout.tokens for rollout in rollouts]),
-            lengths=torch.tensor([len(rollout.tokens) for rollout in rollouts]),
+            tokens=_table([row.tokens for row in rows]),
+            lengths=torch.tensor([len(row.tokens) for row in rows]),
             mask=mask,
-            group=torch.tensor([number for number, _ in members]),
+            group=torch.tensor(places),
             temperature=torch.tensor([rollout.temperature for rollout in rollouts], dtype=dtype),
+            problem=problem,
         ),
-        turn=_table([rollout.turn for rollout in rollouts], padding=-1),
-        version=_table([rollout.version for rollout in rollouts]),
+        turn=_table([row.turn for row in rows], padding=-1),
+        version=_table([row.version for row in rows]),
         sampler_logprobs=logprobs.to(dtype),
         kept_logmass=kept_logmass,
         rewards=torch.tensor([score.reward for score in scores], dtype=torch.float64),
@@ -78,8 +85,30 @@ def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batc
         rollout_id=torch.tensor([rollout.rollout_id for rollout in rollouts]),
         turn_rewards=_turn_rewards([member for _, member in members]),
         turn_states=_turn_states(rollouts),
-        routes=_routes(rollouts, [number for number, _ in members], prompts),
+        routes=_routes(rows, places, prompts, rollouts),
+        pieces=tuple([len(member.rollout.rows) for _, member in scored]) if several else None,
     )
+
+
+def _prompts(
+    numbers: Sequence[int], rows: Sequence[Row | Rollout], groups: int
+) -> tuple[list[Tensor], list[int], Tensor | None]:
+    """The prompts, the prompt of each row, and the problem of each prompt (None: one prompt for each problem).
+
+    The first prompt of a problem is that of its first row. Rows with another prompt have one of their own.
+    """
+    prompts: dict[int, Tensor] = {}
+    places, more, owners = list[int](), list[Tensor](), list[int]()
+    for number, row in zip(numbers, rows, strict=True):
+        first = prompts.setdefault(number, row.prompt_tokens)
+        if first is row.prompt_tokens or torch.equal(first, row.prompt_tokens):
+            places.append(number)
+        else:
+            places.append(groups + len(more))
+            more.append(row.prompt_tokens)
+            owners.append(number)
+    listed = [prompts[number] for number in range(groups)]
+    return listed + more, places, torch.tensor([*range(groups), *owners]) if more else None
 
 
 def _components(scores: Sequence[Score]) -> dict[str, Tensor]:
@@ -127,34 +156,36 @@ def _turn_states(rollouts: Sequence[Rollout]) -> Tensor | None:
     return _table([torch.tensor(rollout.turn_states or (START_STATE,)) for rollout in rollouts])
 
 
-def _routes(rollouts: Sequence[Rollout], group: Sequence[int], prompts: Sequence[Tensor]) -> Routes | None:
+def _routes(
+    rows: Sequence[Row | Rollout], group: Sequence[int], prompts: Sequence[Tensor], rollouts: Sequence[Rollout]
+) -> Routes | None:
     """The engine's routes as one table; those of a prompt come from its first response that has any."""
-    recorded = [rollout.routes for rollout in rollouts if rollout.routes is not None]
+    recorded = [row.routes for row in rows if row.routes is not None]
     if not recorded:
         return None
-    wide, deep = max(map(len, prompts)), max(len(rollout.tokens) for rollout in rollouts)
-    first, places = len(prompts) * wide, len(prompts) * wide + len(rollouts) * deep
+    wide, deep = max(map(len, prompts)), max(len(row.tokens) for row in rows)
+    first, places = len(prompts) * wide, len(prompts) * wide + len(rows) * deep
     kinds = {(*routes.experts.shape[1:], routes.count) for routes in recorded}
     if len(kinds) > 1:
         raise InputError(f"the engine's records differ in (layers, active experts, experts): {sorted(kinds)}")
     tokens = torch.full((places,), -1)
     experts = recorded[0].experts.new_zeros(places, *recorded[0].experts.shape[1:])
-    for row, rollout in enumerate(rollouts):
-        if rollout.routes is None:
+    for number, row in enumerate(rows):
+        if row.routes is None:
             continue
-        _check_routes(rollout, rollout.routes)
-        length, start = len(rollout.prompt_tokens), first + row * deep
-        head, tail = group[row] * wide, slice(start, start + len(rollout.tokens) - 1)
+        _check_routes(row, row.routes, rollouts[number])
+        length, start = len(row.prompt_tokens), first + number * deep
+        head, tail = group[number] * wide, slice(start, start + len(row.tokens) - 1)
         new = int(tokens[head]) < 0
-        for table, values in ((tokens, rollout.routes.tokens), (experts, rollout.routes.experts)):
+        for table, values in ((tokens, row.routes.tokens), (experts, row.routes.experts)):
             if new:
                 table[head : head + length] = values[:length]
             table[tail] = values[length:]
     return Routes(tokens=tokens, experts=experts, count=recorded[0].count)
 
 
-def _check_routes(rollout: Rollout, routes: Routes) -> None:
-    read = torch.cat([rollout.prompt_tokens, rollout.tokens])[:-1]
+def _check_routes(row: Row | Rollout, routes: Routes, rollout: Rollout) -> None:
+    read = torch.cat([row.prompt_tokens, row.tokens])[:-1]
     if len(routes.tokens) != len(read) or not torch.equal(routes.tokens, read):
         raise InputError(
             f"rollout {rollout.rollout_id} of {rollout.problem.key}: the engine's record of experts speaks of other tokens"

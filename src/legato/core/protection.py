@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from legato.core.rollout import Problem, Rollout
+from legato.core.rollout import Problem, Rollout, Row
 
 _TENSORS = ("prompt_tokens", "tokens", "sampler_logprobs", "version", "mask", "turn", "author", "kept_logmass")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -19,11 +19,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 def copy_rollout(rollout: Rollout) -> Rollout:
     """A rollout that shares no tensor and no field of its problem with the original, which is trained on."""
-    tensors: dict[str, Any] = {name: _clone(getattr(rollout, name)) for name in _TENSORS}
-    routes = rollout.routes
+    earlier = tuple([replace(row, **_copy_tensors(row)) for row in rollout.earlier])
+    return replace(rollout, problem=copy_problem(rollout.problem), earlier=earlier, **_copy_tensors(rollout))
+
+
+def _copy_tensors(row: Row | Rollout) -> dict[str, Any]:
+    tensors: dict[str, Any] = {name: _clone(getattr(row, name)) for name in _TENSORS}
+    routes = row.routes
     if routes is not None:
         routes = replace(routes, tokens=routes.tokens.clone(), experts=routes.experts.clone())
-    return replace(rollout, problem=copy_problem(rollout.problem), routes=routes, **tensors)
+    return tensors | {"routes": routes}
 
 
 def copy_problem(problem: Problem) -> Problem:

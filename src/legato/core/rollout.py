@@ -24,6 +24,8 @@ class StopReason(Enum):
     END_TOKEN = "the model wrote an end token"
     STOP_STRING = "the text reached a stop string"
     LENGTH = "the response reached the length limit"
+    TURNS = "the episode reached the limit of turns"
+    TIME = "the episode reached the limit of time"
     ENVIRONMENT = "the environment ended the episode"
     ABORTED = "the engine gave up on the request"
 
@@ -33,7 +35,7 @@ class StopReason(Enum):
         return self in TRUNCATED
 
 
-TRUNCATED = frozenset({StopReason.LENGTH, StopReason.ABORTED})
+TRUNCATED = frozenset({StopReason.LENGTH, StopReason.ABORTED, StopReason.TURNS, StopReason.TIME})
 """The stop reasons where the response was cut off."""
 
 
@@ -72,6 +74,21 @@ class Routes:
     """The token of each entry; -1 where there is no record."""
     experts: Integer[Tensor, "S M K"]
     count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A prompt with the tokens that follow it: what one row of a batch holds. The fields are those of `Rollout`."""
+
+    prompt_tokens: Int[Tensor, "P"]  # noqa: F821
+    tokens: Int[Tensor, "T"]  # noqa: F821
+    sampler_logprobs: Float[Tensor, "T"]  # noqa: F821
+    version: Int[Tensor, "T"]  # noqa: F821
+    mask: Bool[Tensor, "T"]  # noqa: F821
+    turn: Int[Tensor, "T"]  # noqa: F821
+    author: Int[Tensor, "T"]  # noqa: F821
+    kept_logmass: Float[Tensor, "T"] | None = None  # noqa: F821
+    routes: Routes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +142,24 @@ class Rollout:
     """The texts of policy and environment in turn, the policy's first; None: a single turn."""
     fault: str | None = None
     """Why the episode could not be finished. Such a rollout is not scored."""
+    earlier: tuple[Row, ...] = ()
+    """Rows before this one. A chat template that renders earlier turns differently later (Qwen3 drops the reasoning of past
+    turns) starts a new row: its prompt is the conversation as the template renders it then, its turns count on."""
+
+    @property
+    def rows(self) -> "tuple[Row | Rollout, ...]":
+        """All rows in the order of their turns; the rollout itself is the last."""
+        return (*self.earlier, self)
+
+    @property
+    def length(self) -> int:
+        """Tokens of all rows after their prompts."""
+        return sum([len(row.tokens) for row in self.rows])
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy wrote."""
+        return sum([int(row.mask.sum()) for row in self.rows])
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,10 @@ class Segments:
         rows, width = self.mask.tokens.shape
         owner = torch.arange(rows, device=self.turn.device) if self.rollout is None else self.rollout
         # A turn index is below T, so row * T + turn numbers the segments without reading the largest turn from the device.
-        ids = (owner.unsqueeze(1) * width + self.turn.clamp(min=0)).reshape(-1)
+        turn = self.turn.clamp(min=0)
+        ids = (owner.unsqueeze(1) * width + turn).reshape(-1)
+        if self.rollout is not None:
+            # Turns count on from row to row of a rollout, so that their numbers may be above T.
+            ids = renumber(owner.unsqueeze(1) * (turn.max() + 1) + turn).reshape(-1)
         sums = ordered_sum(self.mask.select(values).reshape(-1), ids, rows * width)[ids].reshape(rows, width)
         return self.mask.select(sums)

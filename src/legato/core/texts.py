@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -30,6 +31,23 @@ class Texts:
     """[B], dense from 0: the row of `prompts`."""
     temperature: Tensor
     """[B]"""
+    problem: Tensor | None = None
+    """[G]: the problem of each prompt, dense from 0. A problem has several prompts where rows of one rollout, or its
+    siblings, begin differently. None: a prompt for each problem."""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def siblings(self) -> Tensor:
+        """[B]: the problem of each row. Rows of one problem are compared with each other."""
+        return self.group if self.problem is None else self.problem[self.group]
+
+    def prompts_of(self, problem: int) -> list[int]:
+        """The prompts of a problem."""
+        return [problem] if self.problem is None else torch.nonzero(self.problem == problem).flatten().tolist()
+
+    @property
+    def problems(self) -> int:
+        """How many problems there are."""
+        return len(self.prompts) if self.problem is None else int(self.problem.max()) + 1

@@ -36,7 +36,7 @@ class ReplayedStep:
 
     def group_of(self) -> torch.Tensor:
         """Return the group number of each row, [B]."""
-        return collate(self.report.groups).texts.group
+        return collate(self.report.groups).texts.siblings
 
 
 def replay(path: Path, step: int | None, words: Sequence[str], say: Say) -> ReplayedStep:

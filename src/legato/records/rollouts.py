@@ -36,6 +36,6 @@ def rollout_record(rollout: Rollout, score: Score | Unscorable) -> dict[str, Any
         "components": dict(score.components) if isinstance(score, Score) else {},
         "unscorable": None if scored else str(getattr(score, "reason", "")),
         "stop": rollout.stop.name.lower(),
-        "tokens": len(rollout.tokens),
+        "tokens": rollout.length,
         **question,
     }

@@ -174,7 +174,7 @@ class WeightedSum(RewardSettings):
         judged = judged or [sum(verdict.values()) for verdict in verdicts.values() if not isinstance(verdict, Unscorable)]
         if self.overlong is not None:
             assert self.longest_response is not None
-            length = rollout.mask.sum().reshape(1).to(torch.int64)
+            length = torch.tensor([rollout.sampled])
             listed["overlong"] = float(self.overlong.punishment(length, self.longest_response)[0])
             total += listed["overlong"]
         if not abs(total) <= LARGEST_REWARD:

@@ -4,30 +4,70 @@
     episode.reply(text, stop)        answers a turn of the policy with a Reply, or ends the episode with None
     runner.play(starts, sampling)    plays many episodes and returns their rollouts
 
-`examples/second_guess.py` is a whole environment. A question with a reward is the environment that never replies
-(`SingleTurn`) and takes the same path.
+Episodes may also have `act(turn, stop)`, which gets the turn as it was read (`tool_calls.py`) in place of `reply`, and
+`opening()`, a text that is added to the prompt before the first turn. `examples/second_guess.py` is a whole environment. A
+question with a reward is the environment that never replies (`SingleTurn`) and takes the same path.
 
 Token in, token out: what the policy sampled is never tokenised again. A rollout's tokens are the policy's turns with the
 environment's tokens between them (mask False, turn -1), and the prompt of a turn is the first prompt with all tokens so far.
+Where a chat template renders earlier turns differently later, the policy must read that: the next turn starts a new row.
 """
 
+import asyncio
+import inspect
 import math
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from legato.core.fields import flag, integer, number
 from legato.core.protection import copy_problem, copy_value, settings_restored
-from legato.core.rollout import START_STATE, Author, Message, Problem, Rollout, Routes, StopReason
+from legato.core.rollout import START_STATE, Author, Message, Problem, Rollout, Routes, Row, StopReason
+from legato.core.settings import settings
 from legato.core.user_code import DEFAULT_SECONDS, CallFailedError, UserCode
 from legato.errors import InputError
 from legato.rollouts.engine import Engine, Finished, Handle, Limits, Request, Response
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Inserted, Rendering
 from legato.rollouts.sampling import Sampling
+from legato.rollouts.tool_calls import Turn
+
+LONGEST_REPLY = 1_000_000
+"""Characters of a reply. A longer one fits into no context, and takes long to tokenise."""
+
+
+@settings()
+class EpisodeSettings:
+    """The limits of an episode, and what becomes of one that a limit cut."""
+
+    max_turns: int | None = integer(
+        default=None,
+        says="The most turns of the policy in an episode; absent: as many as the environment allows.",
+        minimum=1,
+        optional=True,
+    )
+    max_turn_tokens: int | None = integer(
+        default=None,
+        says="The longest turn of the policy in tokens; absent: what rollouts.max_response_tokens leaves.",
+        minimum=1,
+        optional=True,
+    )
+    episode_seconds: float | None = number(
+        default=None,
+        says="The time of an episode, sampling included; then it ends after the turn. absent: any time.",
+        above=0.0,
+        optional=True,
+    )
+    train_on_cut: bool = flag(
+        default=False,
+        says="Whether episodes that a limit of tokens, turns or time cut are trained on. If not, they still count in the"
+        " baseline of their group. Without an environment the filter 'overlong' decides.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +158,26 @@ class _Playing:
 
     problem: Problem
     prompt: Tensor
+    """The prompt of the current row."""
     seed: int
     number: int
     episode: Episode | None = None
     turns: list[Response] = field(default_factory=list)
+    """The turns of the current row."""
     versions: list[Tensor] = field(default_factory=list)
     inserted: list[Inserted] = field(default_factory=list)
-    """The environment's replies after each turn but the last."""
+    """The environment's replies after each turn of the row but the last."""
+    earlier: list[Row] = field(default_factory=list)
+    """Rows that the chat template closed."""
+    turns_before: int = 0
+    """Turns in earlier rows."""
+    first_prompt: int = 0
+    """Tokens of the first prompt."""
+    rendered: str | None = None
+    """The conversation so far as the template rendered it; None: not known."""
+    texts: list[str] = field(default_factory=list)
+    """What policy and environment said, in turn."""
+    started: float = field(default_factory=time.monotonic)
     rewards: list[float | None] = field(default_factory=list)
     states: list[int] = field(default_factory=[START_STATE].copy)
     messages: list[Message] = field(default_factory=list)
@@ -134,11 +187,16 @@ class _Playing:
     stop: StopReason | None = None
     fault: str | None = None
 
+    @property
+    def turn_count(self) -> int:
+        return self.turns_before + len(self.turns)
+
     def add_turn(self, response: Response) -> None:
         """Append a turn of the policy."""
         self.turns.append(response)
         self.versions.append(response.version)
         self.length += len(response.tokens)
+        self.texts.append(response.text)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,6 +214,9 @@ class Runner:
     """Returns the policy's weights, for engines that hold their own."""
     version: int = 0
     """Version of the policy being sampled."""
+    episodes: EpisodeSettings = field(default_factory=EpisodeSettings)
+    longest_prompt: int | None = None
+    """Tokens of a prompt with the opening of its episode; None: any number."""
     _published_to: Engine | None = None
     _max_turns: int = 1
     """`max_turns` of the environment, which is read once for all episodes that are played together."""
@@ -182,14 +243,15 @@ class Runner:
         self._max_turns = self._read_max_turns()
         groups = [
             [
-                _Playing(start.problem, start.prompt, seed, number)
+                _Playing(start.problem, start.prompt, seed, number, first_prompt=len(start.prompt))
                 for seed, number in zip(start.seeds, start.ids, strict=True)
             ]
             for start in starts
         ]
-        requests = [Request(prompt=start.prompt, seeds=start.seeds) for start in starts]
-        handles = self.engine.submit(requests, sampling, self.limits)
-        waiting: dict[Handle, list[_Playing]] = dict(zip(handles, groups, strict=True))
+        together = self._open(groups)
+        requests = [Request(prompt=each[0].prompt, seeds=tuple([one.seed for one in each])) for each in together]
+        handles = self.engine.submit(requests, sampling, self._turn_limits(self.limits.max_response_tokens))
+        waiting: dict[Handle, list[_Playing]] = dict(zip(handles, together, strict=True))
         try:
             while waiting:
                 finished = self.engine.poll()
@@ -202,6 +264,83 @@ class Runner:
                 self.engine.cancel(handle)
             raise
         return [[self._rollout(playing, sampling.temperature) for playing in group] for group in groups]
+
+    def _turn_limits(self, left: int) -> Limits:
+        """The limits of a turn of an episode that has so many tokens left."""
+        most = self.episodes.max_turn_tokens
+        several = most is not None and not isinstance(self.environment, SingleTurn)
+        return replace(self.limits, max_response_tokens=min(left, most) if several and most is not None else left)
+
+    def _open(self, groups: Sequence[list[_Playing]]) -> list[list[_Playing]]:
+        """Episodes that share a prompt, together. Episodes with an opening begin here, and their prompts may differ."""
+        if not getattr(self.environment, "opens", False):
+            return list(groups)
+        together: list[list[_Playing]] = []
+        with settings_restored(), UserCode("the environment", self.environment_seconds, "task.timeout_seconds") as code:
+            for group in groups:
+                by_prompt: dict[tuple[int, ...], list[_Playing]] = {}
+                for playing in group:
+                    self._open_episode(playing, code)
+                    by_prompt.setdefault(tuple(playing.prompt.tolist()), []).append(playing)
+                together += by_prompt.values()
+        return together
+
+    def _open_episode(self, playing: _Playing, code: UserCode) -> None:
+        """Start the episode and add its opening to the prompt. A fault ends it after its first turn."""
+        try:
+            playing.episode = code.call(self.environment.episode, copy_problem(playing.problem))
+            opening = code.call(_read_opening, playing.episode)
+        except CallFailedError as error:
+            playing.fault = f"environment: {error}"
+            return
+        if opening is None:
+            return
+        if isinstance(opening, _Fault):
+            playing.fault = str(opening)
+            return
+        problem = _add_opening(playing.problem, opening)
+        prompt = self.rendering.prompt(problem)
+        if self.longest_prompt is not None and len(prompt) > self.longest_prompt:
+            playing.fault = (
+                f"environment: its opening makes a prompt of {len(prompt)} tokens, more than policy.max_prompt_tokens ="
+                f" {self.longest_prompt}"
+            )
+            return
+        playing.problem, playing.prompt, playing.first_prompt = problem, prompt, len(prompt)
+
+    def demonstrate(self, problem: Problem) -> list[tuple[Tensor, Tensor]]:
+        """(prompt, response) of each turn of the environment's own demonstration, played against the environment.
+
+        InputError if the environment fails: the run has not begun yet.
+        """
+        environment: Any = self.environment
+        playing = _Playing(problem, self.rendering.prompt(problem), 0, 0)
+        playing.first_prompt, end = len(playing.prompt), self.limits.end_tokens[0]
+        self._max_turns = self._read_max_turns()
+        examples = []
+        with settings_restored(), UserCode("the environment", self.environment_seconds, "task.timeout_seconds") as code:
+            try:
+                words = code.call(environment.demonstrate, copy_problem(problem))
+            except CallFailedError as error:
+                raise InputError(f"expected the turns of a demonstration, got {error} (task.environment)") from None
+            if getattr(environment, "opens", False):
+                self._open_episode(playing, code)
+            for text in words:
+                tokens = torch.tensor([*self.rendering.tokenizer(str(text), add_special_tokens=False)["input_ids"], end])
+                examples.append((self._row_so_far(playing), tokens))
+                response = Response(
+                    tokens=tokens,
+                    logprobs=torch.zeros(len(tokens)),
+                    kept_logmass=None,
+                    text=str(text),
+                    stop=StopReason.END_TOKEN,
+                    version=torch.zeros(len(tokens), dtype=torch.int64),
+                )
+                if not self._play_turn(playing, response, code):
+                    break
+        if playing.fault is not None:
+            raise InputError(f"expected a demonstration that the environment can play, got {playing.fault}")
+        return examples
 
     def _read_max_turns(self) -> int:
         if isinstance(self.environment, SingleTurn):
@@ -231,20 +370,26 @@ class Runner:
         with settings_restored(), UserCode("the environment", self.environment_seconds, "task.timeout_seconds") as code:
             for playing, response in ended:
                 if self._play_turn(playing, response, code):
-                    left = self.limits.max_response_tokens - playing.length
-                    going_on.setdefault(left, []).append(playing)
+                    # A new row may hold more than was sampled so far: the template wrote its prompt.
+                    used = max(playing.length, len(self._row_so_far(playing)) - playing.first_prompt)
+                    going_on.setdefault(self.limits.max_response_tokens - used, []).append(playing)
         for left, together in going_on.items():
             requests = [self._next_request(playing) for playing in together]
-            handles = self.engine.submit(requests, sampling, replace(self.limits, max_response_tokens=left))
+            handles = self.engine.submit(requests, sampling, self._turn_limits(left))
             waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
 
     def _play_turn(self, playing: _Playing, response: Response, code: UserCode) -> bool:
         """Add a turn of the policy and the environment's reply to it. Returns whether another turn follows."""
         playing.add_turn(response)
+        if playing.fault is not None:  # at its opening
+            return False
+        turn = self._read_turn(response)
         try:
             if playing.episode is None:
                 playing.episode = code.call(self.environment.episode, copy_problem(playing.problem))
-            answer = code.call(_ask, playing.episode, response.text, response.stop)
+            # Under harmony the text without special tokens is a jumble of channels.
+            text = turn.content if self.rendering.tool_calls.name == "harmony" else response.text
+            answer = code.call(_ask, playing.episode, text, response.stop, turn)
         except CallFailedError as error:  # an environment may raise anything; only this rollout is lost
             playing.fault = f"environment: {error}"
             return False
@@ -255,37 +400,90 @@ class Runner:
         if playing.fault is not None:
             return False
         playing.rewards.append(answer.reward)
-        if response.stop.truncated:
+        if answer.done:
+            playing.stop = response.stop if response.stop.truncated else StopReason.ENVIRONMENT
             return False
-        if answer.done or len(playing.turns) >= self._max_turns:
+        if playing.turn_count >= self._max_turns and not response.stop.truncated:
             playing.stop = StopReason.ENVIRONMENT
-            return False
-        return self._insert_reply(playing, response, answer)
+        elif response.stop.truncated or (limit := self._limit_reached(playing)) is not None:
+            playing.stop = response.stop if response.stop.truncated else limit
+        elif self._insert_reply(playing, response, turn, answer):
+            return True
+        self._end_episode(playing, code)
+        return False
 
-    def _insert_reply(self, playing: _Playing, response: Response, answer: _Answer) -> bool:
+    def _end_episode(self, playing: _Playing, code: UserCode) -> None:
+        """Tell an episode that wants to know that a limit ended it; its last reward is added to that of the turn."""
+        end = getattr(playing.episode, "end", None)
+        if not callable(end):
+            return
+        try:
+            reward = code.call(lambda: _wait_for(end()))
+        except CallFailedError as error:
+            playing.fault = f"environment: {error}"
+            return
+        fault = _fault_of(Reply(reward=reward))
+        if fault is not None:
+            playing.fault = fault
+        elif reward is not None:
+            playing.rewards[-1] = (playing.rewards[-1] or 0.0) + float(reward)
+
+    def _read_turn(self, response: Response) -> Turn:
+        """The policy's turn; a turn that a stop string ended is the text before that string."""
+        if response.stop is StopReason.STOP_STRING:
+            return self.rendering.tool_calls.read(response.text)
+        return self.rendering.read_turn(response.tokens, response.text, ended=response.stop is StopReason.END_TOKEN)
+
+    def _limit_reached(self, playing: _Playing) -> StopReason | None:
+        """The limit of the run that ends the episode here; None: it goes on."""
+        limits = self.episodes
+        if limits.max_turns is not None and playing.turn_count >= limits.max_turns:
+            return StopReason.TURNS
+        if limits.episode_seconds is not None and time.monotonic() - playing.started > limits.episode_seconds:
+            return StopReason.TIME
+        return None
+
+    def _insert_reply(self, playing: _Playing, response: Response, turn: Turn, answer: _Answer) -> bool:
         """Append the environment's tokens to the turn; False if no token of the policy would fit after them."""
         inserted = self.rendering.reply(
             playing.problem,
             playing.messages,
-            response.text,
+            turn,
             answer.content,
-            int(response.tokens[-1]) if response.stop is StopReason.END_TOKEN else None,
+            before=playing.rendered,
+            end=int(response.tokens[-1]) if response.stop is StopReason.END_TOKEN else None,
+            end_tokens=self.limits.end_tokens,
         )
-        if playing.length + len(inserted.tokens) >= self.limits.max_response_tokens:
+        added = len(inserted.tokens)
+        if inserted.starts_row:
+            # What the conversation holds beyond the first prompt counts, as it would without a new row.
+            added = max(0, added - playing.first_prompt - playing.length)
+        if playing.length + added >= self.limits.max_response_tokens:
             playing.stop = StopReason.LENGTH
             return False
-        playing.inserted.append(inserted)
+        turns = playing.turn_count
+        if inserted.starts_row:
+            playing.earlier.append(_row(playing))
+            playing.turns_before, playing.prompt = turns, inserted.tokens
+            playing.turns, playing.versions, playing.inserted = [], [], []
+        else:
+            playing.inserted.append(inserted)
+        playing.length += added
         playing.messages += inserted.messages
-        playing.length += len(inserted.tokens)
-        turn = len(playing.turns)
-        playing.states.append(seed_of("state", playing.number, turn) if answer.state is None else seed_of(answer.state))
+        playing.rendered = inserted.rendered or None
+        playing.texts.append(inserted.text)
+        playing.states.append(seed_of("state", playing.number, turns) if answer.state is None else seed_of(answer.state))
         return True
 
-    def _next_request(self, playing: _Playing) -> Request:
+    def _row_so_far(self, playing: _Playing) -> Tensor:
+        """The prompt of the next turn."""
         pieces = [playing.prompt]
         for turn, inserted in zip(playing.turns, playing.inserted, strict=True):
             pieces += [turn.tokens, inserted.tokens]
-        return Request(prompt=torch.cat(pieces), seeds=(seed_of("turn", playing.seed, len(playing.turns)),))
+        return torch.cat(pieces)
+
+    def _next_request(self, playing: _Playing) -> Request:
+        return Request(prompt=self._row_so_far(playing), seeds=(seed_of("turn", playing.seed, playing.turn_count),))
 
     def _rollout(self, playing: _Playing, temperature: float) -> Rollout:
         """The record of an episode."""
@@ -311,39 +509,42 @@ class Runner:
                 turn_rewards=None if not playing.rewards or playing.rewards[0] is None else (playing.rewards[0],),
                 fault=playing.fault,
             )
-        columns: dict[str, list[Tensor]] = {name: [] for name in _COLUMNS}
-        texts: list[str] = []
-        for number, turn in enumerate(playing.turns):
-            length = len(turn.tokens)
-            columns["tokens"].append(turn.tokens)
-            columns["sampler_logprobs"].append(turn.logprobs)
-            columns["version"].append(playing.versions[number])
-            columns["mask"].append(torch.ones(length, dtype=torch.bool))
-            columns["turn"].append(torch.full((length,), number))
-            columns["author"].append(torch.full((length,), Author.POLICY.value))
-            if turn.kept_logmass is not None:
-                columns["kept_logmass"].append(turn.kept_logmass)
-            texts.append(turn.text)
-            if number < len(playing.inserted):
-                _add_reply(columns, playing.inserted[number])
-                texts.append(playing.inserted[number].text)
-        tables = {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in columns.items() if pieces}
         several = self._max_turns > 1
         rewarded = [reward for reward in playing.rewards if reward is not None]
+        row = _row(playing)
         return Rollout(
             problem=playing.problem,
             rollout_id=playing.number,
-            prompt_tokens=playing.prompt,
             text=playing.turns[-1].text,
             stop=playing.stop or playing.turns[-1].stop,
             temperature=temperature,
-            routes=_join_routes([turn.routes for turn in playing.turns]),
             turn_rewards=tuple(reward or 0.0 for reward in playing.rewards) if rewarded else None,
             turn_states=tuple(playing.states) if several else None,
-            dialogue=tuple(texts) if several else None,
+            dialogue=tuple(playing.texts) if several else None,
             fault=playing.fault,
-            **tables,
+            earlier=tuple(playing.earlier),
+            **{each.name: getattr(row, each.name) for each in fields(Row)},
         )
+
+
+def _row(playing: _Playing) -> Row:
+    """The current row of an episode as a record."""
+    columns: dict[str, list[Tensor]] = {name: [] for name in _COLUMNS}
+    for place, turn in enumerate(playing.turns):
+        length = len(turn.tokens)
+        columns["tokens"].append(turn.tokens)
+        columns["sampler_logprobs"].append(turn.logprobs)
+        columns["version"].append(playing.versions[place])
+        columns["mask"].append(torch.ones(length, dtype=torch.bool))
+        columns["turn"].append(torch.full((length,), playing.turns_before + place))
+        columns["author"].append(torch.full((length,), Author.POLICY.value))
+        if turn.kept_logmass is not None:
+            columns["kept_logmass"].append(turn.kept_logmass)
+        if place < len(playing.inserted):
+            _add_reply(columns, playing.inserted[place])
+    tables = {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in columns.items() if pieces}
+    routes = _join_routes([turn.routes for turn in playing.turns])
+    return Row(prompt_tokens=playing.prompt, routes=routes, **tables)
 
 
 _COLUMNS = ("tokens", "sampler_logprobs", "version", "mask", "turn", "author", "kept_logmass")
@@ -379,9 +580,53 @@ def _join_routes(routes: Sequence[Routes | None]) -> Routes | None:
     return whole
 
 
-def _ask(episode: Episode, text: str, stop: StopReason) -> _Answer | None:
-    """The episode's reply, read and copied. All of this runs code of the user's: properties, `repr`, `float`."""
-    reply = episode.reply(text, stop)
+class _Fault(str):
+    """What is wrong with what an environment returned."""
+
+    __slots__ = ()
+
+
+def _read_opening(episode: Any) -> "str | _Fault | None":
+    """The opening of an episode. All of this runs code of the user's."""
+    opening = _wait_for(episode.opening())
+    if opening is None:
+        return None
+    if not isinstance(opening, str):
+        return _Fault(f"environment: expected an opening of text or None, got {opening!r:.80}")
+    if len(opening) > LONGEST_REPLY:
+        return _Fault(f"environment: expected an opening of at most {LONGEST_REPLY} characters, got {len(opening)}")
+    return _without_surrogates(str(opening))
+
+
+def _add_opening(problem: Problem, opening: str) -> Problem:
+    """The problem with a text at the end of its last message."""
+    if isinstance(problem.prompt, str):
+        return replace(problem, prompt=problem.prompt + opening)
+    *before, last = problem.prompt
+    return replace(problem, prompt=[*before, {**last, "content": f"{last.get('content', '')}{opening}"}])
+
+
+def _wait_for(value: Any) -> Any:
+    """The value, or the result of the coroutine that it is."""
+    return asyncio.run(_await(value)) if inspect.isawaitable(value) else value
+
+
+async def _await(value: Any) -> Any:
+    return await value
+
+
+def _without_surrogates(text: str) -> str:
+    """The text without halves of surrogate pairs, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _ask(episode: Any, text: str, stop: StopReason, turn: Turn | None = None) -> _Answer | None:
+    """The episode's reply, read and copied. All of this runs code of the user's: properties, `repr`, `float`.
+
+    `turn` is for episodes that act on calls.
+    """
+    act = getattr(episode, "act", None)
+    reply = _wait_for(act(turn, stop) if callable(act) else episode.reply(text, stop))
     if reply is None:
         return None
     fault = _fault_of(reply)
@@ -389,11 +634,16 @@ def _ask(episode: Episode, text: str, stop: StopReason) -> _Answer | None:
         return _Answer(fault=fault)
     content = reply.content
     return _Answer(
-        content=str(content) if isinstance(content, str) else [copy_value(dict(each)) for each in content],
+        content=_without_surrogates(str(content)) if isinstance(content, str) else [_copy_message(each) for each in content],
         reward=None if reply.reward is None else float(reply.reward),
         state=None if reply.state is None else repr(reply.state),
         done=bool(reply.done),
     )
+
+
+def _copy_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    copied = copy_value(dict(message))
+    return {str(key): _without_surrogates(value) if isinstance(value, str) else value for key, value in copied.items()}
 
 
 def _fault_of(reply: Any) -> str | None:
@@ -404,7 +654,14 @@ def _fault_of(reply: Any) -> str | None:
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward)):
         return f"environment: expected a finite reward or None, got {reward!r:.80}"
     if isinstance(content, str):
-        return None
+        return _too_long(len(content))
     if isinstance(content, Sequence) and all(isinstance(each, Mapping) and "role" in each for each in content):
-        return None
+        messages = cast(Sequence[Message], content)
+        return _too_long(sum([len(str(each.get("content", ""))) for each in messages]))
     return f"environment: expected text or chat messages, got {content!r:.80}"
+
+
+def _too_long(characters: int) -> str | None:
+    if characters <= LONGEST_REPLY:
+        return None
+    return f"environment: expected a reply of at most {LONGEST_REPLY} characters, got {characters}"

@@ -24,8 +24,10 @@ def prepare() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 
-def render(template: Any, messages: list[dict[str, Any]], arguments: dict[str, Any], date: str | None = None) -> str:
-    """The text of chat messages up to the first token of the next answer.
+def render(
+    template: Any, messages: list[dict[str, Any]], arguments: dict[str, Any], date: str | None = None, opens: bool = True
+) -> str:
+    """The text of chat messages up to the first token of the next answer; not `opens`: up to the end of the last message.
 
     `date`, in ISO format, is what a template that asks for the date gets; None: the date of now.
     """
@@ -34,7 +36,7 @@ def render(template: Any, messages: list[dict[str, Any]], arguments: dict[str, A
     # Its annotation says that it returns a text; it returns a list of texts and a list of indices.
     apply_template: Any = chat_template_utils.render_jinja_template
     with _today(chat_template_utils, date):
-        text: str = apply_template([messages], chat_template=template, add_generation_prompt=True, **arguments)[0][0]
+        text: str = apply_template([messages], chat_template=template, add_generation_prompt=opens, **arguments)[0][0]
     if len(text) > LONGEST:
         raise ValueError(f"the rendered text has {len(text)} characters, {LONGEST} are allowed")
     return text

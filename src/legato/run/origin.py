@@ -41,10 +41,10 @@ def prepare(
         {"kind": "origin", "problems": wire.fingerprint(source), "weights": wire.weights_fingerprint(policy, base)}
     )
     hashes: dict[str, Any] = {}
-    reference = Reference.from_policy(policy) if wire.wants_reference(resolved) else None
+    reference = wire.reference_of(resolved, policy) if wire.wants_reference(resolved) else None
     # Save references that the configuration cannot rebuild: a warmed-up policy, or a module that is trained in place.
     made_here = config.policy.warm_up is not None or given.model is not None
-    if reference is not None and config.policy.lora is None and made_here:
+    if reference is not None and not wire.teacher_is_reference(config) and config.policy.lora is None and made_here:
         hashes["reference"] = on_first_rank(
             world, lambda: until_room(lambda: save_reference(policy, directory.path / "reference"))
         )

@@ -786,8 +786,8 @@ def _mend(execution: Execution) -> None:
 
 def _rebuild_reference(resolved: Resolved, given: wire.Given, policy: Any, directory: RunDirectory) -> Reference:
     """The reference policy of a resumed run: the policy before the first step, not that of the checkpoint."""
-    if resolved.config.policy.lora is not None:
-        return Reference.from_policy(policy)
+    if resolved.config.policy.lora is not None or wire.teacher_is_reference(resolved.config):
+        return wire.reference_of(resolved, policy)
     saved = directory.path / "reference"
     first = wire.policy_of(resolved, given, saved if saved.is_dir() else None)
     first.model.requires_grad_(False)

@@ -19,6 +19,8 @@ from legato.core.rollout import Problem
 from legato.core.settings import select
 from legato.core.user_code import CallFailedError, UserCode, is_own
 from legato.core.world import OneProcess, World
+from legato.environments.adapt import adapt_environment
+from legato.environments.tools import tools_of
 from legato.errors import InputError
 from legato.policy.model.load import load_policy
 from legato.policy.model.reference import Reference
@@ -28,7 +30,7 @@ from legato.rewards.scoring import Component, RewardSettings, WeightedSum, check
 from legato.rewards.separate import SeparateReward, check_separate
 from legato.rewards.trl import AsyncTrlReward, Schedule, TrlReward, adapt_trl_reward
 from legato.rollouts.engine import Engine, Limits
-from legato.rollouts.episodes import Environment, Runner, SingleTurn
+from legato.rollouts.episodes import Environment, EpisodeSettings, Runner, SingleTurn
 from legato.rollouts.mismatch import Mismatch
 from legato.rollouts.registry import EngineOptions, build_engine
 from legato.rollouts.render import Rendering, end_tokens
@@ -47,6 +49,7 @@ from legato.training.play import Judge
 from legato.training.ranks.process_group import ProcessGroup
 from legato.training.step import Trainer, routing_options
 from legato.training.tables import needs
+from legato.training.teacher import Teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +155,14 @@ def reward_notes(reward: WeightedSum) -> list[str]:
     return [note for each in rewards if isinstance(each, TrlReward | AsyncTrlReward) for note in each.notes()]
 
 
-def rendering_of(config: Config, policy: Policy, date: str | None = None) -> Rendering:
-    """The rendering of problems as prompts; `date` is what chat templates write that ask for the date."""
-    return select(Rendering, [config.policy, config.task], tokenizer=policy.tokenizer, date=date)
+def rendering_of(
+    config: Config, policy: Policy, date: str | None = None, tools: tuple[Mapping[str, Any], ...] = ()
+) -> Rendering:
+    """The rendering of problems as prompts; `date` is what chat templates write that ask for the date.
+
+    `tools` are JSON schemas of the environment's tools.
+    """
+    return select(Rendering, [config.policy, config.task], tokenizer=policy.tokenizer, date=date, tools=tools)
 
 
 def limits_of(config: Config, policy: Policy) -> Limits:
@@ -196,13 +204,16 @@ def collector_of(
 
 def runner_of(config: Config, policy: Policy, engine: Engine, date: str | None = None) -> Runner:
     """The runner of episodes on an engine."""
+    environment = environment_of(config)
     return Runner(
         engine=engine,
-        rendering=rendering_of(config, policy, date),
+        rendering=rendering_of(config, policy, date, tools_of(environment)),
         limits=limits_of(config, policy),
-        environment=environment_of(config),
+        environment=environment,
         environment_seconds=config.task.timeout_seconds,
         weights=policy.model.named_parameters,
+        episodes=select(EpisodeSettings, [config.task]),
+        longest_prompt=config.policy.max_prompt_tokens,
     )
 
 
@@ -221,7 +232,7 @@ def environment_of(config: Config) -> Environment:
     kind = config.task.environment
     if kind is None:
         return SingleTurn()
-    environment: Any = make("environment", kind, {})
+    environment: Any = adapt_environment(make("environment", kind, config.task.environment_options))
     with UserCode("the environment", config.task.timeout_seconds, "task.timeout_seconds") as code:
         try:
             complete = code.call(isinstance, environment, Environment)
@@ -493,7 +504,35 @@ def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, referen
         optimizer=Optimizer(weights, training, total_updates=training.total_updates, division=division),
         settings=training,
         world=world,
+        teacher=teacher_of(resolved, policy),
+        drop_cut=resolved.config.task.environment is not None and not resolved.config.task.train_on_cut,
     )
+
+
+def teacher_of(resolved: Resolved, policy: Policy) -> Teacher | None:
+    """The teacher whose log-probs are advantages; None: there is none, or it is the reference of a penalty."""
+    settings = resolved.config.teacher
+    if settings.model is None or settings.use != "advantage":
+        return None
+    return Teacher.of(load_teacher(resolved, settings.model), policy, settings)
+
+
+def teacher_is_reference(config: Config) -> bool:
+    return config.teacher.model is not None and config.teacher.use == "penalty"
+
+
+def reference_of(resolved: Resolved, policy: Policy) -> Reference:
+    """The reference of KL penalties: the policy as it is now, or the teacher."""
+    settings = resolved.config.teacher
+    if settings.model is not None and teacher_is_reference(resolved.config):
+        return Teacher.of(load_teacher(resolved, settings.model), policy, settings).reference
+    return Reference.from_policy(policy)
+
+
+def load_teacher(resolved: Resolved, model: str) -> Policy:
+    """The model of a teacher, loaded as the policy is but for adapters."""
+    config = resolved.config
+    return load_policy(model, replace(config.policy, lora=None, frozen=()), seed=config.training.seed)
 
 
 def divides_layers(config: Config, world: World) -> bool:
@@ -530,10 +569,15 @@ def warm_up_examples(config: Config, policy: Policy, source: Source, collector: 
     assert stage is not None
     end = collector.runner.limits.end_tokens[0]
 
+    environment = collector.runner.environment
+
     def examples(step: int) -> list[Example]:
-        examples_of_step = []
+        examples_of_step: list[Example] = []
         for number in range(step * stage.examples_per_step, (step + 1) * stage.examples_per_step):
             problem = source.training(_WARM_UP_FROM + number)
+            if callable(getattr(environment, "demonstrate", None)):
+                examples_of_step += collector.runner.demonstrate(problem)
+                continue
             if problem.answer is None:
                 raise InputError(
                     "expected problems with answers, got one without (policy.warm_up); drop the warm-up or take another task"

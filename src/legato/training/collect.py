@@ -244,7 +244,7 @@ class Collector:
             members.append(Scored(rollout=rollout, score=score))
             tally.rewards.append(score.reward)
             tally.accuracy.append(score.correctness)
-            tally.lengths.append(len(rollout.tokens))
+            tally.lengths.append(rollout.length)
             tally.truncated += rollout.stop in TRUNCATED
             for name, value in score.components.items():
                 tally.components.setdefault(name, []).append(value)

@@ -53,10 +53,36 @@ def spread_marks(marks: Marks | None, tables: Tables, world: World) -> Marks | N
 
 
 def details(tables: Tables, marks: Sequence[tuple[int, Marks]], tokenizer: Any, most: int) -> tuple[dict[str, Any], ...]:
-    """One dictionary per row with its advantage; rows within the first `most` tokens of the step also have "details".
+    """One dictionary per rollout with its advantage; those within the first `most` tokens of the step also have "details".
 
-    `marks` are (number of the update in the step, its marks). A row trained several times shows the last update.
+    `marks` are (number of the update in the step, its marks). A row trained several times shows the last update. The rows of
+    a rollout stand end to end.
     """
+    rows = _details_of_rows(tables, marks, tokenizer, most)
+    if tables.batch.pieces is None:
+        return tuple(rows)
+    weights, start, whole = tables.texts.mask.sum(1).tolist(), 0, list[dict[str, Any]]()
+    for count in tables.batch.pieces:
+        whole.append(_join(rows[start : start + count], weights[start : start + count]))
+        start += count
+    return tuple(whole)
+
+
+def _join(rows: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[str, Any]:
+    """The dictionary of a rollout from those of its rows; lists are put end to end."""
+    total = sum(row["advantage"] * weight for row, weight in zip(rows, weights, strict=True))
+    joined: dict[str, Any] = {"advantage": _short(total / max(1, sum(weights)))}
+    detailed = [row["details"] for row in rows if "details" in row]
+    if detailed:
+        joined["details"] = {
+            name: None if any(each[name] is None for each in detailed) else [v for each in detailed for v in each[name]]
+            for name in detailed[0]
+            if name != "update"
+        } | {"update": detailed[-1]["update"]}
+    return joined
+
+
+def _details_of_rows(tables: Tables, marks: Sequence[tuple[int, Marks]], tokenizer: Any, most: int) -> list[dict[str, Any]]:
     assert tables.advantages is not None
     batch, advantages = tables.batch, tables.advantages.cpu()
     texts = batch.texts
@@ -79,7 +105,9 @@ def details(tables: Tables, marks: Sequence[tuple[int, Marks]], tokenizer: Any, 
             "coefficients": None if coefficients is None else _numbers(coefficients[window], inside),
             "update": index,
         }
-    return tuple(rows)
+        if batch.turn_rewards is not None or bool((batch.turn > 0).any()):
+            rows[row]["details"]["turns"] = batch.turn[row, window].tolist()
+    return rows
 
 
 def pieces(tokens: Sequence[int], tokenizer: Any) -> list[str]:

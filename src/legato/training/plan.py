@@ -60,13 +60,14 @@ def plan(
 
     `silent` [B] marks rows that will be left out: they cost a rank nothing.
     """
-    count = len(texts.prompts)
+    count = texts.problems
     planned = []
     for epoch in range(epochs):
         order = list(range(count))
         random.Random(f"updates {seed} {epoch}").shuffle(order)
         for index in range(min(updates, count)):
-            groups = sorted(order[index::updates])
+            # Rows that are compared with each other stay together, whatever their prompts.
+            groups = sorted(prompt for problem in order[index::updates] for prompt in texts.prompts_of(problem))
             owners: tuple[int, ...] = ()
             if ranks == 1:
                 batches = micro_batches(texts, groups, tokens_per_pack, shared=packing)

@@ -38,7 +38,8 @@ from legato.training.report import (
 )
 from legato.training.source import RolloutSource, Tally
 from legato.training.tables import Tables, needs, needs_router_shift
-from legato.training.update import BREAK_EVEN, Look, Report, count_update, silent_rows, update_gradient
+from legato.training.teacher import Teacher, reverse_kl
+from legato.training.update import BREAK_EVEN, Look, Report, count_update, reads_whole_update, silent_rows, update_gradient
 
 
 @settings()
@@ -156,9 +157,14 @@ class Trainer:
         settings: TrainingSettings,
         reference: Reference | None = None,
         world: World | None = None,
+        drop_cut: bool = False,
+        teacher: Teacher | None = None,
     ) -> None:
         self.policy, self.algorithm, self.source, self.optimizer = policy, algorithm, source, optimizer
         self.settings, self.reference = settings, reference
+        self.teacher = teacher
+        self.drop_cut = drop_cut
+        """Whether rollouts that a limit of their episode cut are not trained on."""
         self.world = OneProcess() if world is None else world
         for option in routing_options(algorithm, settings):
             policy.require_routers(option)
@@ -185,13 +191,14 @@ class Trainer:
         tables = Tables.from_batch(batch, self.policy.device).with_routes(self.policy.routers, self.settings.routing_replay)
         if self.settings.router_noise:
             tables = tables.with_router_noise(self.settings.router_noise, self.settings.seed, self.steps_done)
+        taught = None if self.teacher is None else self.teacher.score(tables, self.settings.tokens_per_pack, self.world)
         floor = self._probe(tables)
         # Where the estimator reads no scores, advantages come first: rows without one need no old log-probs.
         scores_first = estimator_reads_anchor(self.algorithm)
-        tables = tables if scores_first else tables.with_advantages(self.algorithm)
+        tables = tables if scores_first else self._with_advantages(tables, taught)
         updates = self._plan(tables)
         tables = self._score_old_policy(tables, updates)
-        tables = tables.with_advantages(self.algorithm) if scores_first else tables
+        tables = self._with_advantages(tables, taught) if scores_first else tables
         silent = self._silent_rows(tables)
         self._compare_ranks(tables, updates)
         clock.end("anchor")
@@ -210,6 +217,7 @@ class Trainer:
                 **update_metrics(sums, own, numbers, self.optimizer.lr),
                 **state_metrics(self.state),
                 **rollout_metrics(tally),
+                **({} if taught is None else {"teacher/reverse_kl": reverse_kl(tables, taught)}),
                 "rollouts/repetition": repetition(batch.texts.tokens, batch.texts.lengths),
                 **time_metrics(self.world.gather(clock.seconds)[0], tally),
             },
@@ -220,6 +228,10 @@ class Trainer:
             details=() if detailed is None else self._details(tables, [report for report, _ in done], detailed),
             tensors=tables.evidence(),
         )
+
+    def _with_advantages(self, tables: Tables, taught: torch.Tensor | None) -> Tables:
+        tables = tables.with_advantages(self.algorithm, drop_cut=self.drop_cut)
+        return tables if self.teacher is None or taught is None else self.teacher.add_to(tables, taught)
 
     def _details(self, tables: Tables, reports: list[Report], most: int) -> tuple[dict[str, Any], ...]:
         marks = [spread_marks(report.marks, tables, self.world) for report in reports]
@@ -287,7 +299,12 @@ class Trainer:
         """The tables with log-probs of the old and the reference policy, and old values."""
         algorithm, epochs = self.algorithm, self.settings.epochs_per_step
         # Rows that certainly have no gradient are not scored if only their own update would read the scores.
-        alone = algorithm.scope is Scope.ROW and not algorithm.objective.corrections and epochs == 1
+        alone = (
+            not reads_whole_update(algorithm, tables)
+            and algorithm.scope is Scope.ROW
+            and not algorithm.objective.corrections
+            and epochs == 1
+        )
         silent = self._silent_rows(tables) if tables.advantages is not None and alone else None
         assert self.anchor_choice is not None
         return anchor(
@@ -301,7 +318,7 @@ class Trainer:
             silent=silent,
             replay=self.settings.routing_replay,
             shift=needs_router_shift(algorithm),
-            whole_update=algorithm.scope is Scope.UPDATE,
+            whole_update=reads_whole_update(algorithm, tables),
             world=self.world,
         )
 

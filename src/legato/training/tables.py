@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from legato.advantages.estimator import Scores
-from legato.advantages.filters import Samples
+from legato.advantages.filters import Overlong, Samples
 from legato.algorithms.algorithm import Algorithm
 from legato.core.batch import Batch
 from legato.core.mask import Mask
@@ -19,6 +19,7 @@ from legato.policy.experts.routers import Routers
 from legato.policy.experts.routing import Record, Routed
 from legato.policy.policy import Channels
 from legato.rollouts.randomness import seed_of, uniform
+from legato.training.conversations import Pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,8 @@ class Tables:
     def evidence(self) -> dict[str, Tensor]:
         """The tensors that explain a step, by name, without copies."""
         batch, texts = self.batch, self.texts
-        tensors = {"tokens": texts.tokens, "lengths": texts.lengths, "mask": texts.mask, "group": texts.group}
+        tensors = {"tokens": texts.tokens, "lengths": texts.lengths, "mask": texts.mask}
+        tensors["group"] = texts.siblings
         tensors |= {"rewards": batch.rewards, "sampler_logprobs": batch.sampler_logprobs, "rollout_id": batch.rollout_id}
         known = {"old_logprobs": self.old_logprobs, "ref_logprobs": self.ref_logprobs, "advantages": self.advantages}
         return tensors | {name: tensor for name, tensor in known.items() if tensor is not None}
@@ -92,21 +94,26 @@ class Tables:
         assert bool(known.all()) or not bool(known.any()), "an update of which some rows have an anchor and some have none"
         return not bool(known.all())
 
-    def with_advantages(self, algorithm: Algorithm) -> "Tables":
-        """The tables with advantages, returns and the filters' `keep`, computed over the whole step."""
-        batch, texts = self.batch, self.texts
-        estimate = algorithm.advantage.estimate(
-            Scores(
-                rewards=batch.rewards,
-                group=texts.group,
-                mask=Mask(texts.mask, torch.float64),
-                values=_to_float64(self.old_values),
-                turn=batch.turn,
-                turn_rewards=batch.turn_rewards,
-                turn_states=batch.turn_states,
-                components=torch.stack(list(batch.components.values()), 1) if batch.components else None,
-                old_logprobs=_to_float64(self.old_logprobs),
-                ref_logprobs=_to_float64(self.ref_logprobs),
+    def with_advantages(self, algorithm: Algorithm, *, drop_cut: bool = False) -> "Tables":
+        """The tables with advantages, returns and the filters' `keep`, computed over the whole step.
+
+        `drop_cut`: rollouts that a limit cut are dropped too, whatever the filters of the algorithm.
+        """
+        batch, texts, pieces = self.batch, self.texts, Pieces.of(self.batch)
+        estimate = pieces.split(
+            algorithm.advantage.estimate(
+                Scores(
+                    rewards=pieces.first(batch.rewards),
+                    group=pieces.first(texts.siblings),
+                    mask=Mask(pieces.join(texts.mask), torch.float64),
+                    values=pieces.join_known(_to_float64(self.old_values)),
+                    turn=pieces.join(batch.turn, padding=-1),
+                    turn_rewards=pieces.first_known(batch.turn_rewards),
+                    turn_states=pieces.first_known(batch.turn_states),
+                    components=pieces.first_known(_component_table(batch)),
+                    old_logprobs=pieces.join_known(_to_float64(self.old_logprobs)),
+                    ref_logprobs=pieces.join_known(_to_float64(self.ref_logprobs)),
+                )
             )
         )
         device, dtype = self.device, batch.sampler_logprobs.dtype
@@ -114,12 +121,12 @@ class Tables:
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else torch.where(texts.mask, advantages, 0.0)
         samples = Samples(
             accuracy=batch.accuracy,
-            group=texts.group,
+            group=texts.siblings,
             truncated=batch.truncated,
             version_lag=_version_lag(batch),
         )
         keep = None
-        for part in algorithm.filters:
+        for part in (*algorithm.filters, *([Overlong()] if drop_cut else [])):
             decision = part.keep(samples).to(dtype).unsqueeze(1)
             keep = decision if keep is None else keep * decision
         return replace(
@@ -206,7 +213,16 @@ class Tables:
             keep=None if self.keep is None else self.keep[rows],
             group=group,
             turn=part(self.turn),
+            rollout=self._rollouts(rows),
         )
+
+    def _rollouts(self, rows: Tensor) -> Tensor | None:
+        """[rows]: the rollout of each row, dense from 0; None where each row is a rollout."""
+        pieces = self.batch.pieces
+        if pieces is None:
+            return None
+        owner = torch.arange(len(pieces)).repeat_interleave(torch.tensor(pieces))
+        return renumber(owner.to(rows.device)[rows])
 
     def _shift(self, routed: Routed, rows: Tensor, own_anchor: bool) -> Tensor | None:
         """[rows, width]: gamma; 1 where the policy has not moved."""
@@ -239,7 +255,11 @@ class Tables:
 
     def dense_groups(self, rows: Tensor) -> Tensor:
         """Group ids of an update's rows (on the host), dense from 0."""
-        return renumber(self.texts.group[rows])
+        return renumber(self.texts.siblings[rows])
+
+
+def _component_table(batch: Batch) -> Tensor | None:
+    return torch.stack(list(batch.components.values()), 1) if batch.components else None
 
 
 def _version_lag(batch: Batch) -> Tensor:

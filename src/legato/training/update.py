@@ -68,7 +68,7 @@ class Report:
 
 def silent_rows(algorithm: Algorithm, tables: Tables) -> Tensor | None:
     """[B] bool on the CPU: rows whose coefficients are certainly 0 in every channel; None where no row can be."""
-    if algorithm.objective.penalties or algorithm.scope is Scope.UPDATE or tables.advantages is None:
+    if algorithm.objective.penalties or reads_whole_update(algorithm, tables) or tables.advantages is None:
         return None
     factor = tables.advantages if tables.keep is None else tables.advantages * tables.keep
     return (factor == 0).all(1).cpu()
@@ -102,7 +102,7 @@ def update_gradient(
     rows = update.rows
     parts = [part if silent is None else part[~silent[part]] for part in update.share(world.rank)]
     parts = [part for part in parts if len(part)]
-    two = passes == 2 or algorithm.scope is Scope.UPDATE or load_balance > 0
+    two = passes == 2 or reads_whole_update(algorithm, tables) or load_balance > 0
     work = _Work(
         policy=policy,
         algorithm=algorithm,
@@ -146,6 +146,11 @@ def _tokens_read(policy: Policy, tables: Tables, rows: Tensor) -> int:
     texts, groups = tables.texts, tables.texts.group[rows]
     prompts = texts.prompt_lengths[torch.unique(groups) if policy.packing and policy.shared_prompts else groups]
     return int(prompts.sum() + texts.lengths[rows].sum())
+
+
+def reads_whole_update(algorithm: Algorithm, tables: Tables) -> bool:
+    """Whether the objective reads all rows of an update at once: rows of one rollout may lie in several micro-batches."""
+    return algorithm.scope is Scope.UPDATE or tables.batch.pieces is not None
 
 
 def count_update(algorithm: Algorithm, tables: Tables, update: Update) -> Counts:
@@ -251,7 +256,7 @@ def _two_passes(work: _Work, parts: list[Tensor]) -> _Done:
     rows = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
     channels = Channels.join([channels.widen(work.width) for channels in scores]) if scores else None
     del scores  # the joined table holds the same numbers
-    if work.world.size > 1 and work.algorithm.scope is Scope.UPDATE:
+    if work.world.size > 1 and reads_whole_update(work.algorithm, work.tables):
         return _backward_of_share(work, parts, rows, channels, balance, routing)
     signals = outcome = None
     if channels is not None:

@@ -15,6 +15,7 @@ RUN_METRICS: tuple[Metric, ...] = (
     Metric("groups/too_few_scored", "groups dropped because fewer than two responses could be scored", ">= 0", "above 0: the reward fails"),
     Metric("rollouts/unscorable", "rollouts that could not be scored / rollouts", "[0, 1]", "above 0: look at the reasons that were printed"),
     Metric("rollouts/repetition", "mean over responses of at least 8 tokens of: runs of 4 tokens that stood in the response before / its runs of 4 tokens", "[0, 1]", "rising: responses begin to loop"),
+    Metric("teacher/reverse_kl", "mean over tokens of log pi - log teacher at the sampled tokens (`teacher.model`): the reverse KL of the policy from its teacher", ">= 0 in the mean", "not falling: the weight is too low, or the reward pulls the other way"),
     Metric("prompts/too_long", "problems left out because of policy.max_prompt_tokens", ">= 0", "many: the limit is too low"),
     Metric("tokens/response", "response tokens sampled", ">= 0", "-"),
     Metric("tokens/per_second", "response tokens / seconds of the whole step", ">= 0", "falling: see the times"),

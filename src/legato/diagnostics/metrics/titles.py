@@ -101,6 +101,7 @@ TITLES = {
     "reward/mean": "Reward",
     "rollouts/repetition": "Repetition within responses",
     "rollouts/unscorable": "Rollouts not scored",
+    "teacher/reverse_kl": "Distance from the teacher (KL)",
     "router/any_flip": "Token-layers where an expert changed",
     "router/balance": "Load balance of the experts",
     "router/entropy": "Entropy of the router",

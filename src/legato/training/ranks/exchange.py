@@ -1,12 +1,16 @@
-"""Scored rollouts between ranks, as JSON and flat tensors. A problem and its prompt are not sent: every rank drew them."""
+"""Scored rollouts between ranks, as JSON and flat tensors. A problem and its prompt are not sent: every rank drew them.
+
+Only prompts that an episode changed are sent.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from legato.core.rollout import Rollout, Routes, Score, StopReason, Unscorable
+from legato.core.rollout import Rollout, Routes, Row, Score, StopReason, Unscorable
 from legato.core.world import World
 from legato.rewards.trl import NotScored
 from legato.rollouts.episodes import Start
@@ -20,7 +24,8 @@ _LISTS = ("turn_rewards", "turn_states", "dialogue")
 def exchange(mine: Sequence[Sequence[ScoredRollout]], starts: Sequence[Start], world: World) -> list[list[ScoredRollout]]:
     """The scored rollouts of every start, in the order of `starts`; `mine` are those of starts rank, rank + size, ..."""
     tensors: list[Tensor] = []
-    records = [[_write(pair, tensors) for pair in row] for row in mine]
+    own = starts[world.rank :: world.size]
+    records = [[_write(pair, start, tensors) for pair in row] for row, start in zip(mine, own, strict=True)]
     rows: list[list[ScoredRollout]] = [[] for _ in starts]
     for rank, (told, held) in enumerate(world.gather_tensors(records, tensors)):
         places = range(rank, len(starts), world.size)
@@ -34,17 +39,12 @@ def exchange(mine: Sequence[Sequence[ScoredRollout]], starts: Sequence[Start], w
     return rows
 
 
-def _write(pair: ScoredRollout, tensors: list[Tensor]) -> dict[str, Any]:
+def _write(pair: ScoredRollout, start: Start, tensors: list[Tensor]) -> dict[str, Any]:
     """The JSON of a scored rollout; its tensors are appended."""
     rollout, score = pair
-    held = [name for name in _TENSORS if getattr(rollout, name) is not None]
-    tensors += [getattr(rollout, name) for name in held]
-    if rollout.routes is not None:
-        tensors += [rollout.routes.tokens, rollout.routes.experts]
     return {
         "id": rollout.rollout_id,
-        "held": held,
-        "experts": None if rollout.routes is None else rollout.routes.count,
+        "rows": [_write_row(row, start, tensors) for row in rollout.rows],
         "text": rollout.text,
         "stop": rollout.stop.value,
         "temperature": rollout.temperature,
@@ -55,26 +55,40 @@ def _write(pair: ScoredRollout, tensors: list[Tensor]) -> dict[str, Any]:
     }
 
 
+def _write_row(row: Row | Rollout, start: Start, tensors: list[Tensor]) -> dict[str, Any]:
+    same_prompt = torch.equal(row.prompt_tokens, start.prompt)
+    names = _TENSORS if same_prompt else ("prompt_tokens", *_TENSORS)
+    held = [name for name in names if getattr(row, name) is not None]
+    tensors += [getattr(row, name) for name in held]
+    if row.routes is not None:
+        tensors += [row.routes.tokens, row.routes.experts]
+    return {"held": held, "experts": None if row.routes is None else row.routes.count}
+
+
+def _read_row(record: dict[str, Any], start: Start, tensors: Any) -> dict[str, Any]:
+    """The fields of a row: the inverse of `_write_row`."""
+    fields: dict[str, Any] = {"prompt_tokens": start.prompt} | {name: next(tensors) for name in record["held"]}
+    if record["experts"] is not None:
+        fields["routes"] = Routes(tokens=next(tensors), experts=next(tensors), count=record["experts"])
+    return fields
+
+
 _SCORES = {each.__name__: each for each in (Score, Unscorable, NotScored)}
 
 
 def _read(record: dict[str, Any], start: Start, tensors: Any) -> ScoredRollout:
     """The inverse of `_write`; takes its tensors from the iterator."""
-    held = {name: next(tensors) for name in record["held"]}
-    routes = None
-    if record["experts"] is not None:
-        routes = Routes(tokens=next(tensors), experts=next(tensors), count=record["experts"])
+    *earlier, last = [_read_row(each, start, tensors) for each in record["rows"]]
     rollout = Rollout(
         problem=start.problem,
-        prompt_tokens=start.prompt,
         rollout_id=record["id"],
-        routes=routes,
+        earlier=tuple([Row(**fields) for fields in earlier]),
         text=record["text"],
         stop=StopReason(record["stop"]),
         temperature=record["temperature"],
         fault=record["fault"],
         **{name: _as_tuple(record[name]) for name in _LISTS},
-        **held,
+        **last,
     )
     fields = {name: _as_tuple(value) if name != "components" else value for name, value in record["score"].items()}
     return rollout, _SCORES[record["kind"]](**fields)
