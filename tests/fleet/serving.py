@@ -1,7 +1,9 @@
 """Fleets for tests: over `legato serve` in threads of this process, with or without faults."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +12,28 @@ from legato.policy.policy import Policy
 from legato.rollouts.servers.dialects.own import Own
 from legato.rollouts.servers.fleet import Fleet
 from legato.rollouts.servers.settings import ServerSettings
+from legato.serve.weights import Weights
 from tests.serve.faults import FaultPlan
 from tests.serve.running import KEY, RunningServer, chat_policy, make_served, running
+
+
+_LOADING = threading.Lock()
+_read = Weights.read
+
+
+def _read_alone(weights: Weights, folder: Path) -> Any:
+    """transformers cannot load two models at once in one process. Servers are processes; here they are threads."""
+    with _LOADING:
+        return _read(weights, folder)
 
 
 @contextlib.contextmanager
 def servers(policies: list[Policy], **options: Any) -> Iterator[tuple[list[RunningServer], list[FaultPlan]]]:
     """A server for each policy, each with a plan of faults."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.MonkeyPatch.context()).setenv("LEGATO_SERVER_KEY", KEY)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("LEGATO_SERVER_KEY", KEY)
+        patch.setattr(Weights, "read", _read_alone)
         plans, started = [FaultPlan() for _ in policies], []
         for policy, plan in zip(policies, plans, strict=True):
             served = make_served(policy, **options)

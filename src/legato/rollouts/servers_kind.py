@@ -6,6 +6,7 @@ from legato.rollouts.engine import Engine
 from legato.rollouts.registry import EngineKind, EngineOptions
 from legato.rollouts.servers.dialects.base import Dialect
 from legato.rollouts.servers.dialects.own import Own
+from legato.rollouts.servers.dialects.sglang import Sglang
 from legato.rollouts.servers.dialects.vllm import Vllm
 from legato.rollouts.servers.fleet import Fleet
 
@@ -28,6 +29,16 @@ class VllmKind(EngineKind):
 
     def build(self, policy: Policy, options: EngineOptions) -> Engine:
         return _fleet(policy, options, Vllm())
+
+
+@part("engine", "sglang")
+class SglangKind(EngineKind):
+    """Samples at one or many SGLang servers (0.5.11 and later). It was never run against a real one."""
+
+    remote = True
+
+    def build(self, policy: Policy, options: EngineOptions) -> Engine:
+        return _fleet(policy, options, Sglang())
 
 
 @part("engine", "legato")

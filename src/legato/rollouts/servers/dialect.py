@@ -46,6 +46,8 @@ class Ask:
             "temperature": self.sampling.temperature,
             "logprobs": 0,
             "stop_token_ids": list(self.limits.end_tokens),
+            # The limits name every token that ends a response: those of the server's own configuration do not count.
+            "ignore_eos": True,
         }
         if self.sampling.top_p < 1.0:
             parameters["top_p"] = self.sampling.top_p

@@ -18,6 +18,7 @@ import os
 import random
 import secrets
 import shutil
+import sys
 import tempfile
 import threading
 import uuid
@@ -208,7 +209,7 @@ class Fleet(JobEngine):
         model = self._base or self._folders.write(self.policy.model.named_parameters(), self.version)
         rank = max((max(each.r.values()) for each in _lora_layers(self.policy.model)), default=0) if as_adapters else 0
         plan = StartPlan(
-            python=self.settings.python or "",
+            python=self.settings.python or sys.executable,
             model=model,
             port=0,
             key=secrets.token_urlsafe(24),

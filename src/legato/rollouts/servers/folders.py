@@ -64,7 +64,7 @@ class WeightFolders:
             for name, tensor in weights.items()
         }
         # Under peft the base model's own state_dict has the names of its wrappers: names and tensors are given.
-        self._base.save_pretrained(folder, state_dict=held)
+        self._base.save_pretrained(folder, state_dict=dict(held))
         self.policy.tokenizer.save_pretrained(folder)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config["dtype"] = str(self.dtype).removeprefix("torch.")

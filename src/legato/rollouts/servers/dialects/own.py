@@ -1,6 +1,5 @@
 """`legato serve`: the engine "local" behind HTTP (docs/serve.md). The same seeds give the same responses as here."""
 
-import sys
 from collections.abc import Mapping
 
 from legato.errors import InputError
@@ -36,7 +35,7 @@ class Own(GenerateDialect):
 
     def command(self, plan: StartPlan) -> tuple[list[str], Mapping[str, str]]:
         words = [
-            *(plan.python or sys.executable, "-m", "legato", "serve", str(plan.model)),
+            *(plan.python, "-m", "legato", "serve", str(plan.model)),
             *("--port", str(plan.port), "--context", str(plan.context_tokens)),
             *("--max-requests", str(max(2048, 2 * plan.sequences))),
             *(f"policy.dtype={plan.dtype}", f"policy.device={plan.device}"),
