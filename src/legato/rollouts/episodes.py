@@ -12,7 +12,9 @@ environment's tokens between them (mask False, turn -1), and the prompt of a tur
 """
 
 import math
+import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
@@ -120,6 +122,8 @@ class _Playing:
     prompt: Tensor
     seed: int
     number: int
+    group: int = 0
+    """The start it belongs to, as `Session.add` numbers them."""
     episode: Episode | None = None
     turns: list[Response] = field(default_factory=list)
     versions: list[Tensor] = field(default_factory=list)
@@ -156,9 +160,9 @@ class Runner:
     """Returns the policy's weights, for engines that hold their own."""
     version: int = 0
     """Version of the policy being sampled."""
+    turns: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    """Entered around the environment's code, so that two threads do not run it at once."""
     _published_to: Engine | None = None
-    _max_turns: int = 1
-    """`max_turns` of the environment, which is read once for all episodes that are played together."""
 
     def publish(self, version: int) -> None:
         """Hand the policy's weights to the engine as this version."""
@@ -171,6 +175,11 @@ class Runner:
         self._publish_first()
         return replace(self, limits=limits, environment=SingleTurn())
 
+    def on_client(self, engine: Engine) -> "Runner":
+        """This runner on another client of its engine, which has the weights already."""
+        self._publish_first()
+        return replace(self, engine=engine, _published_to=engine)
+
     def _publish_first(self) -> None:
         if self._published_to is not self.engine:
             self.publish(self.version)
@@ -178,35 +187,31 @@ class Runner:
     def play(self, starts: Sequence[Start], sampling: Sampling) -> list[list[Rollout]]:
         """For each start its rollouts, in the order of its seeds. A turn is submitted as soon as the reply to the last is
         there, while others decode."""
-        self._publish_first()
-        self._max_turns = self._read_max_turns()
-        groups = [
-            [
-                _Playing(start.problem, start.prompt, seed, number)
-                for seed, number in zip(start.seeds, start.ids, strict=True)
-            ]
-            for start in starts
-        ]
-        requests = [Request(prompt=start.prompt, seeds=start.seeds) for start in starts]
-        handles = self.engine.submit(requests, sampling, self.limits)
-        waiting: dict[Handle, list[_Playing]] = dict(zip(handles, groups, strict=True))
+        session = self.session(sampling)
         try:
-            while waiting:
-                finished = self.engine.poll()
-                if not finished:
-                    raise RuntimeError(f"the engine {self.engine.name!r} polled [] with {len(waiting)} requests outstanding")
-                self._continue(finished, waiting, sampling)
+            numbers = session.add(starts)
+            played: dict[int, list[Rollout]] = {}
+            while session.outstanding:
+                played |= session.advance()
         except BaseException:
             # The caller will not poll for these requests.
-            for handle in waiting:
-                self.engine.cancel(handle)
+            session.cancel()
             raise
-        return [[self._rollout(playing, sampling.temperature) for playing in group] for group in groups]
+        return [played[number] for number in numbers]
+
+    def session(self, sampling: Sampling) -> "Session":
+        """Episodes to which others can be added while they are played."""
+        self._publish_first()
+        return Session(runner=self, sampling=sampling, max_turns=self._read_max_turns())
+
+    def guard_environment(self) -> UserCode:
+        """A context for calls of the environment."""
+        return UserCode("the environment", self.environment_seconds, "task.timeout_seconds")
 
     def _read_max_turns(self) -> int:
         if isinstance(self.environment, SingleTurn):
             return self.environment.max_turns
-        with settings_restored(), UserCode("the environment", self.environment_seconds, "task.timeout_seconds") as code:
+        with self.turns, settings_restored(), self.guard_environment() as code:
             try:
                 return code.call(lambda: int(self.environment.max_turns))
             except CallFailedError as error:
@@ -214,36 +219,113 @@ class Runner:
                     f"expected a number of turns, got {error} (max_turns of the environment); correct the environment"
                 ) from error.__cause__
 
-    def _continue(self, finished: Sequence[Finished], waiting: dict[Handle, list[_Playing]], sampling: Sampling) -> None:
-        """Replace finished turns in `waiting` by the turns that follow them, which are submitted."""
-        going_on: dict[int, list[_Playing]] = {}
-        ended = [
-            (playing, response)
-            for each in finished
-            for playing, response in zip(waiting.pop(each.handle), each.responses, strict=True)
-        ]
-        if isinstance(self.environment, SingleTurn):
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """Episodes in progress on the engine of a runner, in groups that begin and end at any time.
+
+    One thread calls `advance`. Another may call `add` meanwhile if the engine takes requests during a poll.
+    """
+
+    runner: Runner
+    sampling: Sampling
+    max_turns: int
+    """`max_turns` of the environment, which is read once for all episodes of a session."""
+    _waiting: dict[Handle, list[_Playing]] = field(default_factory=dict)
+    _groups: dict[int, list[_Playing]] = field(default_factory=dict)
+    """The episodes of each start that is not finished."""
+    _left: dict[int, int] = field(default_factory=dict)
+    """How many episodes of each start are still being played."""
+    _added: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether any episode is in progress."""
+        return bool(self._left)
+
+    def add(self, starts: Sequence[Start]) -> list[int]:
+        """Submit the first turns of some starts; returns the number of each, by which `advance` reports it."""
+        numbers = list(range(self._added, self._added + len(starts)))
+        self._added += len(starts)
+        groups = {
+            number: [
+                _Playing(start.problem, start.prompt, seed, rollout_id, number)
+                for seed, rollout_id in zip(start.seeds, start.ids, strict=True)
+            ]
+            for number, start in zip(numbers, starts, strict=True)
+        }
+        requests = [Request(prompt=start.prompt, seeds=start.seeds) for start in starts]
+        with self._lock:
+            self._groups |= groups
+            self._left |= {number: len(group) for number, group in groups.items()}
+            handles = self.runner.engine.submit(requests, self.sampling, self.runner.limits)
+            self._waiting |= dict(zip(handles, groups.values(), strict=True))
+        return numbers
+
+    def advance(self) -> dict[int, list[Rollout]]:
+        """Decode until a request is complete, and play on; returns the rollouts of the starts that are finished now."""
+        waiting = len(self._waiting)
+        finished = self.runner.engine.poll()
+        if not finished and waiting:
+            raise RuntimeError(f"the engine {self.runner.engine.name!r} polled [] with {waiting} requests outstanding")
+        ended = self._continue(finished)
+        with self._lock:
+            for playing in ended:
+                self._left[playing.group] -= 1
+            done = [number for number in dict.fromkeys(playing.group for playing in ended) if not self._left[number]]
+            groups = {number: self._groups.pop(number) for number in done}
+            for number in done:
+                del self._left[number]
+        temperature = self.sampling.temperature
+        return {number: [self._rollout(each, temperature) for each in group] for number, group in groups.items()}
+
+    def cancel(self) -> None:
+        """Give up all episodes."""
+        with self._lock:
+            for handle in self._waiting:
+                self.runner.engine.cancel(handle)
+            self._waiting.clear()
+            self._groups.clear()
+            self._left.clear()
+
+    def _continue(self, finished: Sequence[Finished]) -> list[_Playing]:
+        """Play on after finished turns and submit the turns that follow; returns the episodes that have ended."""
+        with self._lock:
+            turns = [
+                (playing, response)
+                for each in finished
+                for playing, response in zip(self._waiting.pop(each.handle), each.responses, strict=True)
+            ]
+        if isinstance(self.runner.environment, SingleTurn):
             # Nothing is asked of the environment, so nothing needs a guard.
-            for playing, response in ended:
+            for playing, response in turns:
                 playing.add_turn(response)
                 playing.rewards.append(None)
-            return
-        with settings_restored(), UserCode("the environment", self.environment_seconds, "task.timeout_seconds") as code:
-            for playing, response in ended:
+            return [playing for playing, _ in turns]
+        ended: list[_Playing] = []
+        going_on: dict[int, list[_Playing]] = {}
+        with self.runner.turns, settings_restored(), self.runner.guard_environment() as code:
+            for playing, response in turns:
                 if self._play_turn(playing, response, code):
-                    left = self.limits.max_response_tokens - playing.length
+                    left = self.runner.limits.max_response_tokens - playing.length
                     going_on.setdefault(left, []).append(playing)
+                else:
+                    ended.append(playing)
         for left, together in going_on.items():
             requests = [self._next_request(playing) for playing in together]
-            handles = self.engine.submit(requests, sampling, replace(self.limits, max_response_tokens=left))
-            waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
+            with self._lock:
+                limits = replace(self.runner.limits, max_response_tokens=left)
+                handles = self.runner.engine.submit(requests, self.sampling, limits)
+                self._waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
+        return ended
 
     def _play_turn(self, playing: _Playing, response: Response, code: UserCode) -> bool:
         """Add a turn of the policy and the environment's reply to it. Returns whether another turn follows."""
         playing.add_turn(response)
         try:
             if playing.episode is None:
-                playing.episode = code.call(self.environment.episode, copy_problem(playing.problem))
+                playing.episode = code.call(self.runner.environment.episode, copy_problem(playing.problem))
             answer = code.call(_ask, playing.episode, response.text, response.stop)
         except CallFailedError as error:  # an environment may raise anything; only this rollout is lost
             playing.fault = f"environment: {error}"
@@ -257,21 +339,21 @@ class Runner:
         playing.rewards.append(answer.reward)
         if response.stop.truncated:
             return False
-        if answer.done or len(playing.turns) >= self._max_turns:
+        if answer.done or len(playing.turns) >= self.max_turns:
             playing.stop = StopReason.ENVIRONMENT
             return False
         return self._insert_reply(playing, response, answer)
 
     def _insert_reply(self, playing: _Playing, response: Response, answer: _Answer) -> bool:
         """Append the environment's tokens to the turn; False if no token of the policy would fit after them."""
-        inserted = self.rendering.reply(
+        inserted = self.runner.rendering.reply(
             playing.problem,
             playing.messages,
             response.text,
             answer.content,
             int(response.tokens[-1]) if response.stop is StopReason.END_TOKEN else None,
         )
-        if playing.length + len(inserted.tokens) >= self.limits.max_response_tokens:
+        if playing.length + len(inserted.tokens) >= self.runner.limits.max_response_tokens:
             playing.stop = StopReason.LENGTH
             return False
         playing.inserted.append(inserted)
@@ -291,7 +373,7 @@ class Runner:
         """The record of an episode."""
         first = playing.turns[0]
         length = len(first.tokens)
-        if self._max_turns == 1:
+        if self.max_turns == 1:
             # Most rollouts have a single turn: nothing has to be joined.
             return Rollout(
                 problem=playing.problem,
@@ -308,6 +390,7 @@ class Runner:
                 author=torch.full((length,), Author.POLICY.value),
                 kept_logmass=first.kept_logmass,
                 routes=first.routes,
+                server=first.server,
                 turn_rewards=None if not playing.rewards or playing.rewards[0] is None else (playing.rewards[0],),
                 fault=playing.fault,
             )
@@ -328,7 +411,7 @@ class Runner:
                 _add_reply(columns, playing.inserted[number])
                 texts.append(playing.inserted[number].text)
         tables = {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in columns.items() if pieces}
-        several = self._max_turns > 1
+        several = self.max_turns > 1
         rewarded = [reward for reward in playing.rewards if reward is not None]
         return Rollout(
             problem=playing.problem,
@@ -338,6 +421,7 @@ class Runner:
             stop=playing.stop or playing.turns[-1].stop,
             temperature=temperature,
             routes=_join_routes([turn.routes for turn in playing.turns]),
+            server=first.server if all(turn.server == first.server for turn in playing.turns) else None,
             turn_rewards=tuple(reward or 0.0 for reward in playing.rewards) if rewarded else None,
             turn_states=tuple(playing.states) if several else None,
             dialogue=tuple(texts) if several else None,

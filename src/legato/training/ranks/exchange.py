@@ -1,4 +1,7 @@
-"""Scored rollouts between ranks, as JSON and flat tensors. A problem and its prompt are not sent: every rank drew them."""
+"""Scored rollouts as JSON and flat tensors: between ranks, in checkpoints and in a journal.
+
+A problem and its prompt are not part of it: every rank has drawn them, and a resumed run draws them again.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,24 +20,29 @@ _TENSORS = ("tokens", "sampler_logprobs", "version", "mask", "turn", "author", "
 _LISTS = ("turn_rewards", "turn_states", "dialogue")
 
 
-def exchange(mine: Sequence[Sequence[ScoredRollout]], starts: Sequence[Start], world: World) -> list[list[ScoredRollout]]:
-    """The scored rollouts of every start, in the order of `starts`; `mine` are those of starts rank, rank + size, ..."""
+def exchange(
+    mine: Sequence[Sequence[ScoredRollout]], starts: Sequence[Start], world: World, first: int = 0
+) -> list[list[ScoredRollout]]:
+    """The scored rollouts of every start, in the order of `starts`; `mine` are those of this rank.
+
+    Start k belongs to rank (first + k) modulo the ranks.
+    """
     tensors: list[Tensor] = []
-    records = [[_write(pair, tensors) for pair in row] for row in mine]
+    records = [[write_rollout(pair, tensors) for pair in row] for row in mine]
     rows: list[list[ScoredRollout]] = [[] for _ in starts]
     for rank, (told, held) in enumerate(world.gather_tensors(records, tensors)):
-        places = range(rank, len(starts), world.size)
+        places = range((rank - first) % world.size, len(starts), world.size)
         if rank == world.rank:
             for place, row in zip(places, mine, strict=True):
                 rows[place] = list(row)
             continue
         rest = iter(held)
         for place, row in zip(places, told, strict=True):
-            rows[place] = [_read(record, starts[place], rest) for record in row]
+            rows[place] = [read_rollout(record, starts[place], rest) for record in row]
     return rows
 
 
-def _write(pair: ScoredRollout, tensors: list[Tensor]) -> dict[str, Any]:
+def write_rollout(pair: ScoredRollout, tensors: list[Tensor]) -> dict[str, Any]:
     """The JSON of a scored rollout; its tensors are appended."""
     rollout, score = pair
     held = [name for name in _TENSORS if getattr(rollout, name) is not None]
@@ -49,6 +57,7 @@ def _write(pair: ScoredRollout, tensors: list[Tensor]) -> dict[str, Any]:
         "stop": rollout.stop.value,
         "temperature": rollout.temperature,
         "fault": rollout.fault,
+        "server": rollout.server,
         **{name: getattr(rollout, name) for name in _LISTS},
         "kind": type(score).__name__,
         "score": asdict(score),
@@ -58,8 +67,8 @@ def _write(pair: ScoredRollout, tensors: list[Tensor]) -> dict[str, Any]:
 _SCORES = {each.__name__: each for each in (Score, Unscorable, NotScored)}
 
 
-def _read(record: dict[str, Any], start: Start, tensors: Any) -> ScoredRollout:
-    """The inverse of `_write`; takes its tensors from the iterator."""
+def read_rollout(record: dict[str, Any], start: Start, tensors: Any) -> ScoredRollout:
+    """The inverse of `write_rollout`; takes its tensors from the iterator."""
     held = {name: next(tensors) for name in record["held"]}
     routes = None
     if record["experts"] is not None:
@@ -73,6 +82,7 @@ def _read(record: dict[str, Any], start: Start, tensors: Any) -> ScoredRollout:
         stop=StopReason(record["stop"]),
         temperature=record["temperature"],
         fault=record["fault"],
+        server=record["server"],
         **{name: _as_tuple(record[name]) for name in _LISTS},
         **held,
     )
