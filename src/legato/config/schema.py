@@ -22,6 +22,7 @@ from legato.rollouts.render import ChatSettings, SystemPrompt, ToolSettings
 from legato.rollouts.sampling import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Sampling
 from legato.rollouts.servers.settings import ServerSettings
 from legato.tasks.source import SourceSettings
+from legato.training.ahead import AheadSettings
 from legato.training.collect import GroupSettings, PromptSettings, ResamplingSettings
 from legato.training.optimizer import OptimizerSettings
 from legato.training.step import TrainingSettings
@@ -130,7 +131,7 @@ class Policy(Loading, ChatSettings, PromptSettings):
 
 
 @settings()
-class Rollouts(GroupSettings, Sampling, ResponseSettings, EngineSettings):
+class Rollouts(GroupSettings, Sampling, ResponseSettings, EngineSettings, AheadSettings):
     """Sampling of responses."""
 
     engine: str = text(

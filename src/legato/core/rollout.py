@@ -140,6 +140,8 @@ class Rollout:
     """The environment's state at the start of each turn, as a number: equal numbers are one state. None: a single turn."""
     dialogue: tuple[str, ...] | None = None
     """The texts of policy and environment in turn, the policy's first; None: a single turn."""
+    server: str | None = None
+    """The server that sampled it; None: there is none, there is only one, or its turns come from several."""
     fault: str | None = None
     """Why the episode could not be finished. Such a rollout is not scored."""
     earlier: tuple[Row, ...] = ()

@@ -11,7 +11,7 @@ from legato.records.lines import explain_os_errors
 
 _OURS = {
     *(".lock", "config.toml", "environment.json", "metrics.jsonl", "health.jsonl", "report.html", "tracker.json"),
-    *("rollouts", "evidence", "reference", "tensorboard", "wandb", "checkpoints", "given-up"),
+    *("rollouts", "evidence", "reference", "tensorboard", "wandb", "checkpoints", "journal", "given-up"),
 }
 """The names of what a run without a checkpoint writes."""
 _DAMAGED = ("metrics-damaged-", "health-damaged-")

@@ -188,6 +188,11 @@ class RunDirectory:
     def checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step:06d}"
 
+    @property
+    def journal_path(self) -> Path:
+        """The folder of groups that were sampled ahead (`training/journal.py`)."""
+        return self.path / "journal"
+
     def evidence_path(self, step: int, attempt: int = 1) -> Path:
         """Evidence folder of an alarm at a step. A run that is rolled back may reach a step several times: `attempt`."""
         return self.path / "evidence" / (f"step-{step:06d}" + (f"-{attempt}" if attempt > 1 else ""))

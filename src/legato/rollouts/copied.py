@@ -54,7 +54,8 @@ class CopiedEngine(Engine):
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         own: Capabilities = self.engine.capabilities
-        return replace(own, holds_weights=bool(self._weights))
+        # It decodes on the device that trains: there, captured graphs and another thread's kernels do not go together.
+        return replace(own, holds_weights=bool(self._weights), in_background=False)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
         handles: list[Handle] = self.engine.submit(requests, sampling, limits)

@@ -85,6 +85,8 @@ class Response:
     """[T] int64: the policy version that sampled each token."""
     routes: Routes | None = None
     """Routes of the prompt and of all response tokens but the last; None if the engine does not record routes."""
+    server: str | None = None
+    """The name of the server that sampled it; None: the engine has none, or one only."""
 
 
 def make_responses(
@@ -220,6 +222,10 @@ class Capabilities:
     """Log-probs are of softmax(z / temperature), before truncation."""
     holds_weights: bool = False
     """The engine holds its own weights: `publish` must hand it every new version."""
+    in_background: bool | None = None
+    """Whether a thread may sample while the policy trains in another. None: if the engine holds its own weights."""
+    concurrent: bool = False
+    """`submit`, `cancel` and `publish` may be called while another thread polls. Otherwise they wait for the poll."""
     partial: bool = False
     """`decode_briefly` returns after a few tokens and reports responses that are still being decoded."""
 

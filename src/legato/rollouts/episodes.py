@@ -16,8 +16,10 @@ Where a chat template renders earlier turns differently later, the policy must r
 import asyncio
 import inspect
 import math
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, Protocol, cast, runtime_checkable
@@ -161,6 +163,8 @@ class _Playing:
     """The prompt of the current row."""
     seed: int
     number: int
+    group: int = 0
+    """The start it belongs to, as `Session.add` numbers them."""
     episode: Episode | None = None
     turns: list[Response] = field(default_factory=list)
     """The turns of the current row."""
@@ -177,6 +181,8 @@ class _Playing:
     """The conversation so far as the template rendered it; None: not known."""
     texts: list[str] = field(default_factory=list)
     """What policy and environment said, in turn."""
+    servers: set[str | None] = field(default_factory=set)
+    """The servers that sampled its turns."""
     started: float = field(default_factory=time.monotonic)
     rewards: list[float | None] = field(default_factory=list)
     states: list[int] = field(default_factory=[START_STATE].copy)
@@ -197,6 +203,7 @@ class _Playing:
         self.versions.append(response.version)
         self.length += len(response.tokens)
         self.texts.append(response.text)
+        self.servers.add(response.server)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -217,9 +224,9 @@ class Runner:
     episodes: EpisodeSettings = field(default_factory=EpisodeSettings)
     longest_prompt: int | None = None
     """Tokens of a prompt with the opening of its episode; None: any number."""
+    turns: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    """Entered around the environment's code, so that two threads do not run it at once."""
     _published_to: Engine | None = None
-    _max_turns: int = 1
-    """`max_turns` of the environment, which is read once for all episodes that are played together."""
 
     def publish(self, version: int) -> None:
         """Hand the policy's weights to the engine as this version."""
@@ -232,6 +239,11 @@ class Runner:
         self._publish_first()
         return replace(self, limits=limits, environment=SingleTurn())
 
+    def on_client(self, engine: Engine) -> "Runner":
+        """This runner on another client of its engine, which has the weights already."""
+        self._publish_first()
+        return replace(self, engine=engine, _published_to=engine)
+
     def _publish_first(self) -> None:
         if self._published_to is not self.engine:
             self.publish(self.version)
@@ -239,56 +251,168 @@ class Runner:
     def play(self, starts: Sequence[Start], sampling: Sampling) -> list[list[Rollout]]:
         """For each start its rollouts, in the order of its seeds. A turn is submitted as soon as the reply to the last is
         there, while others decode."""
-        self._publish_first()
-        self._max_turns = self._read_max_turns()
-        groups = [
-            [
-                _Playing(start.problem, start.prompt, seed, number, first_prompt=len(start.prompt))
-                for seed, number in zip(start.seeds, start.ids, strict=True)
-            ]
-            for start in starts
-        ]
-        together = self._open(groups)
-        requests = [Request(prompt=each[0].prompt, seeds=tuple([one.seed for one in each])) for each in together]
-        handles = self.engine.submit(requests, sampling, self._turn_limits(self.limits.max_response_tokens))
-        waiting: dict[Handle, list[_Playing]] = dict(zip(handles, together, strict=True))
+        session = self.session(sampling)
         try:
-            while waiting:
-                finished = self.engine.poll()
-                if not finished:
-                    raise RuntimeError(f"the engine {self.engine.name!r} polled [] with {len(waiting)} requests outstanding")
-                self._continue(finished, waiting, sampling)
+            numbers = session.add(starts)
+            played: dict[int, list[Rollout]] = {}
+            while session.outstanding:
+                played |= session.advance()
         except BaseException:
             # The caller will not poll for these requests.
-            for handle in waiting:
-                self.engine.cancel(handle)
+            session.cancel()
             raise
-        return [[self._rollout(playing, sampling.temperature) for playing in group] for group in groups]
+        return [played[number] for number in numbers]
 
-    def _turn_limits(self, left: int) -> Limits:
+    def session(self, sampling: Sampling) -> "Session":
+        """Episodes to which others can be added while they are played."""
+        self._publish_first()
+        return Session(runner=self, sampling=sampling, max_turns=self._read_max_turns())
+
+    def guard_environment(self) -> UserCode:
+        """A context for calls of the environment."""
+        return UserCode("the environment", self.environment_seconds, "task.timeout_seconds")
+
+    def turn_limits(self, left: int) -> Limits:
         """The limits of a turn of an episode that has so many tokens left."""
         most = self.episodes.max_turn_tokens
         several = most is not None and not isinstance(self.environment, SingleTurn)
         return replace(self.limits, max_response_tokens=min(left, most) if several and most is not None else left)
 
+    def demonstrate(self, problem: Problem) -> list[tuple[Tensor, Tensor]]:
+        """(prompt, response) of each turn of the environment's own demonstration, played against the environment.
+
+        InputError if the environment fails: the run has not begun yet.
+        """
+        environment: Any = self.environment
+        playing = _Playing(problem, self.rendering.prompt(problem), 0, 0)
+        playing.first_prompt, end = len(playing.prompt), self.limits.end_tokens[0]
+        session = Session(runner=self, sampling=Sampling(), max_turns=self._read_max_turns())
+        examples = []
+        with self.turns, settings_restored(), self.guard_environment() as code:
+            try:
+                words = code.call(environment.demonstrate, copy_problem(problem))
+            except CallFailedError as error:
+                raise InputError(f"expected the turns of a demonstration, got {error} (task.environment)") from None
+            if getattr(environment, "opens", False):
+                session.open_episode(playing, code)
+            for text in words:
+                tokens = torch.tensor([*self.rendering.tokenizer(str(text), add_special_tokens=False)["input_ids"], end])
+                examples.append((session.row_so_far(playing), tokens))
+                response = Response(
+                    tokens=tokens,
+                    logprobs=torch.zeros(len(tokens)),
+                    kept_logmass=None,
+                    text=str(text),
+                    stop=StopReason.END_TOKEN,
+                    version=torch.zeros(len(tokens), dtype=torch.int64),
+                )
+                if not session.play_turn(playing, response, code):
+                    break
+        if playing.fault is not None:
+            raise InputError(f"expected a demonstration that the environment can play, got {playing.fault}")
+        return examples
+
+    def _read_max_turns(self) -> int:
+        if isinstance(self.environment, SingleTurn):
+            return self.environment.max_turns
+        with self.turns, settings_restored(), self.guard_environment() as code:
+            try:
+                return code.call(lambda: int(self.environment.max_turns))
+            except CallFailedError as error:
+                raise InputError(
+                    f"expected a number of turns, got {error} (max_turns of the environment); correct the environment"
+                ) from error.__cause__
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """Episodes in progress on the engine of a runner, in groups that begin and end at any time.
+
+    One thread calls `advance`. Another may call `add` meanwhile if the engine takes requests during a poll.
+    """
+
+    runner: Runner
+    sampling: Sampling
+    max_turns: int
+    """`max_turns` of the environment, which is read once for all episodes of a session."""
+    _waiting: dict[Handle, list[_Playing]] = field(default_factory=dict)
+    _groups: dict[int, list[_Playing]] = field(default_factory=dict)
+    """The episodes of each start that is not finished."""
+    _left: dict[int, int] = field(default_factory=dict)
+    """How many episodes of each start are still being played."""
+    _added: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether any episode is in progress."""
+        return bool(self._left)
+
+    def add(self, starts: Sequence[Start]) -> list[int]:
+        """Submit the first turns of some starts; returns the number of each, by which `advance` reports it."""
+        numbers = list(range(self._added, self._added + len(starts)))
+        self._added += len(starts)
+        groups = {
+            number: [
+                _Playing(start.problem, start.prompt, seed, rollout_id, number, first_prompt=len(start.prompt))
+                for seed, rollout_id in zip(start.seeds, start.ids, strict=True)
+            ]
+            for number, start in zip(numbers, starts, strict=True)
+        }
+        together = self._open(list(groups.values()))
+        requests = [Request(prompt=each[0].prompt, seeds=tuple([one.seed for one in each])) for each in together]
+        limits = self.runner.turn_limits(self.runner.limits.max_response_tokens)
+        with self._lock:
+            self._groups |= groups
+            self._left |= {number: len(group) for number, group in groups.items()}
+            handles = self.runner.engine.submit(requests, self.sampling, limits)
+            self._waiting |= dict(zip(handles, together, strict=True))
+        return numbers
+
+    def advance(self) -> dict[int, list[Rollout]]:
+        """Decode until a request is complete, and play on; returns the rollouts of the starts that are finished now."""
+        waiting = len(self._waiting)
+        finished = self.runner.engine.poll()
+        if not finished and waiting:
+            raise RuntimeError(f"the engine {self.runner.engine.name!r} polled [] with {waiting} requests outstanding")
+        ended = self._continue(finished)
+        with self._lock:
+            for playing in ended:
+                self._left[playing.group] -= 1
+            done = [number for number in dict.fromkeys(playing.group for playing in ended) if not self._left[number]]
+            groups = {number: self._groups.pop(number) for number in done}
+            for number in done:
+                del self._left[number]
+        temperature = self.sampling.temperature
+        return {number: [self._rollout(each, temperature) for each in group] for number, group in groups.items()}
+
+    def cancel(self) -> None:
+        """Give up all episodes."""
+        with self._lock:
+            for handle in self._waiting:
+                self.runner.engine.cancel(handle)
+            self._waiting.clear()
+            self._groups.clear()
+            self._left.clear()
+
     def _open(self, groups: Sequence[list[_Playing]]) -> list[list[_Playing]]:
         """Episodes that share a prompt, together. Episodes with an opening begin here, and their prompts may differ."""
-        if not getattr(self.environment, "opens", False):
+        if not getattr(self.runner.environment, "opens", False):
             return list(groups)
         together: list[list[_Playing]] = []
-        with settings_restored(), UserCode("the environment", self.environment_seconds, "task.timeout_seconds") as code:
+        with self.runner.turns, settings_restored(), self.runner.guard_environment() as code:
             for group in groups:
                 by_prompt: dict[tuple[int, ...], list[_Playing]] = {}
                 for playing in group:
-                    self._open_episode(playing, code)
+                    self.open_episode(playing, code)
                     by_prompt.setdefault(tuple(playing.prompt.tolist()), []).append(playing)
                 together += by_prompt.values()
         return together
 
-    def _open_episode(self, playing: _Playing, code: UserCode) -> None:
+    def open_episode(self, playing: _Playing, code: UserCode) -> None:
         """Start the episode and add its opening to the prompt. A fault ends it after its first turn."""
         try:
-            playing.episode = code.call(self.environment.episode, copy_problem(playing.problem))
+            playing.episode = code.call(self.runner.environment.episode, copy_problem(playing.problem))
             opening = code.call(_read_opening, playing.episode)
         except CallFailedError as error:
             playing.fault = f"environment: {error}"
@@ -299,86 +423,47 @@ class Runner:
             playing.fault = str(opening)
             return
         problem = _add_opening(playing.problem, opening)
-        prompt = self.rendering.prompt(problem)
-        if self.longest_prompt is not None and len(prompt) > self.longest_prompt:
+        prompt = self.runner.rendering.prompt(problem)
+        if self.runner.longest_prompt is not None and len(prompt) > self.runner.longest_prompt:
             playing.fault = (
                 f"environment: its opening makes a prompt of {len(prompt)} tokens, more than policy.max_prompt_tokens ="
-                f" {self.longest_prompt}"
+                f" {self.runner.longest_prompt}"
             )
             return
         playing.problem, playing.prompt, playing.first_prompt = problem, prompt, len(prompt)
 
-    def demonstrate(self, problem: Problem) -> list[tuple[Tensor, Tensor]]:
-        """(prompt, response) of each turn of the environment's own demonstration, played against the environment.
-
-        InputError if the environment fails: the run has not begun yet.
-        """
-        environment: Any = self.environment
-        playing = _Playing(problem, self.rendering.prompt(problem), 0, 0)
-        playing.first_prompt, end = len(playing.prompt), self.limits.end_tokens[0]
-        self._max_turns = self._read_max_turns()
-        examples = []
-        with settings_restored(), UserCode("the environment", self.environment_seconds, "task.timeout_seconds") as code:
-            try:
-                words = code.call(environment.demonstrate, copy_problem(problem))
-            except CallFailedError as error:
-                raise InputError(f"expected the turns of a demonstration, got {error} (task.environment)") from None
-            if getattr(environment, "opens", False):
-                self._open_episode(playing, code)
-            for text in words:
-                tokens = torch.tensor([*self.rendering.tokenizer(str(text), add_special_tokens=False)["input_ids"], end])
-                examples.append((self._row_so_far(playing), tokens))
-                response = Response(
-                    tokens=tokens,
-                    logprobs=torch.zeros(len(tokens)),
-                    kept_logmass=None,
-                    text=str(text),
-                    stop=StopReason.END_TOKEN,
-                    version=torch.zeros(len(tokens), dtype=torch.int64),
-                )
-                if not self._play_turn(playing, response, code):
-                    break
-        if playing.fault is not None:
-            raise InputError(f"expected a demonstration that the environment can play, got {playing.fault}")
-        return examples
-
-    def _read_max_turns(self) -> int:
-        if isinstance(self.environment, SingleTurn):
-            return self.environment.max_turns
-        with settings_restored(), UserCode("the environment", self.environment_seconds, "task.timeout_seconds") as code:
-            try:
-                return code.call(lambda: int(self.environment.max_turns))
-            except CallFailedError as error:
-                raise InputError(
-                    f"expected a number of turns, got {error} (max_turns of the environment); correct the environment"
-                ) from error.__cause__
-
-    def _continue(self, finished: Sequence[Finished], waiting: dict[Handle, list[_Playing]], sampling: Sampling) -> None:
-        """Replace finished turns in `waiting` by the turns that follow them, which are submitted."""
-        going_on: dict[int, list[_Playing]] = {}
-        ended = [
-            (playing, response)
-            for each in finished
-            for playing, response in zip(waiting.pop(each.handle), each.responses, strict=True)
-        ]
-        if isinstance(self.environment, SingleTurn):
+    def _continue(self, finished: Sequence[Finished]) -> list[_Playing]:
+        """Play on after finished turns and submit the turns that follow; returns the episodes that have ended."""
+        with self._lock:
+            turns = [
+                (playing, response)
+                for each in finished
+                for playing, response in zip(self._waiting.pop(each.handle), each.responses, strict=True)
+            ]
+        if isinstance(self.runner.environment, SingleTurn):
             # Nothing is asked of the environment, so nothing needs a guard.
-            for playing, response in ended:
+            for playing, response in turns:
                 playing.add_turn(response)
                 playing.rewards.append(None)
-            return
-        with settings_restored(), UserCode("the environment", self.environment_seconds, "task.timeout_seconds") as code:
-            for playing, response in ended:
-                if self._play_turn(playing, response, code):
+            return [playing for playing, _ in turns]
+        ended: list[_Playing] = []
+        going_on: dict[int, list[_Playing]] = {}
+        with self.runner.turns, settings_restored(), self.runner.guard_environment() as code:
+            for playing, response in turns:
+                if self.play_turn(playing, response, code):
                     # A new row may hold more than was sampled so far: the template wrote its prompt.
-                    used = max(playing.length, len(self._row_so_far(playing)) - playing.first_prompt)
-                    going_on.setdefault(self.limits.max_response_tokens - used, []).append(playing)
+                    used = max(playing.length, len(self.row_so_far(playing)) - playing.first_prompt)
+                    going_on.setdefault(self.runner.limits.max_response_tokens - used, []).append(playing)
+                else:
+                    ended.append(playing)
         for left, together in going_on.items():
             requests = [self._next_request(playing) for playing in together]
-            handles = self.engine.submit(requests, sampling, self._turn_limits(left))
-            waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
+            with self._lock:
+                handles = self.runner.engine.submit(requests, self.sampling, self.runner.turn_limits(left))
+                self._waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
+        return ended
 
-    def _play_turn(self, playing: _Playing, response: Response, code: UserCode) -> bool:
+    def play_turn(self, playing: _Playing, response: Response, code: UserCode) -> bool:
         """Add a turn of the policy and the environment's reply to it. Returns whether another turn follows."""
         playing.add_turn(response)
         if playing.fault is not None:  # at its opening
@@ -386,9 +471,9 @@ class Runner:
         turn = self._read_turn(response)
         try:
             if playing.episode is None:
-                playing.episode = code.call(self.environment.episode, copy_problem(playing.problem))
+                playing.episode = code.call(self.runner.environment.episode, copy_problem(playing.problem))
             # Under harmony the text without special tokens is a jumble of channels.
-            text = turn.content if self.rendering.tool_calls.name == "harmony" else response.text
+            text = turn.content if self.runner.rendering.tool_calls.name == "harmony" else response.text
             answer = code.call(_ask, playing.episode, text, response.stop, turn)
         except CallFailedError as error:  # an environment may raise anything; only this rollout is lost
             playing.fault = f"environment: {error}"
@@ -403,7 +488,7 @@ class Runner:
         if answer.done:
             playing.stop = response.stop if response.stop.truncated else StopReason.ENVIRONMENT
             return False
-        if playing.turn_count >= self._max_turns and not response.stop.truncated:
+        if playing.turn_count >= self.max_turns and not response.stop.truncated:
             playing.stop = StopReason.ENVIRONMENT
         elif response.stop.truncated or (limit := self._limit_reached(playing)) is not None:
             playing.stop = response.stop if response.stop.truncated else limit
@@ -431,12 +516,12 @@ class Runner:
     def _read_turn(self, response: Response) -> Turn:
         """The policy's turn; a turn that a stop string ended is the text before that string."""
         if response.stop is StopReason.STOP_STRING:
-            return self.rendering.tool_calls.read(response.text)
-        return self.rendering.read_turn(response.tokens, response.text, ended=response.stop is StopReason.END_TOKEN)
+            return self.runner.rendering.tool_calls.read(response.text)
+        return self.runner.rendering.read_turn(response.tokens, response.text, ended=response.stop is StopReason.END_TOKEN)
 
     def _limit_reached(self, playing: _Playing) -> StopReason | None:
         """The limit of the run that ends the episode here; None: it goes on."""
-        limits = self.episodes
+        limits = self.runner.episodes
         if limits.max_turns is not None and playing.turn_count >= limits.max_turns:
             return StopReason.TURNS
         if limits.episode_seconds is not None and time.monotonic() - playing.started > limits.episode_seconds:
@@ -445,20 +530,20 @@ class Runner:
 
     def _insert_reply(self, playing: _Playing, response: Response, turn: Turn, answer: _Answer) -> bool:
         """Append the environment's tokens to the turn; False if no token of the policy would fit after them."""
-        inserted = self.rendering.reply(
+        inserted = self.runner.rendering.reply(
             playing.problem,
             playing.messages,
             turn,
             answer.content,
             before=playing.rendered,
             end=int(response.tokens[-1]) if response.stop is StopReason.END_TOKEN else None,
-            end_tokens=self.limits.end_tokens,
+            end_tokens=self.runner.limits.end_tokens,
         )
         added = len(inserted.tokens)
         if inserted.starts_row:
             # What the conversation holds beyond the first prompt counts, as it would without a new row.
             added = max(0, added - playing.first_prompt - playing.length)
-        if playing.length + added >= self.limits.max_response_tokens:
+        if playing.length + added >= self.runner.limits.max_response_tokens:
             playing.stop = StopReason.LENGTH
             return False
         turns = playing.turn_count
@@ -475,7 +560,7 @@ class Runner:
         playing.states.append(seed_of("state", playing.number, turns) if answer.state is None else seed_of(answer.state))
         return True
 
-    def _row_so_far(self, playing: _Playing) -> Tensor:
+    def row_so_far(self, playing: _Playing) -> Tensor:
         """The prompt of the next turn."""
         pieces = [playing.prompt]
         for turn, inserted in zip(playing.turns, playing.inserted, strict=True):
@@ -483,13 +568,13 @@ class Runner:
         return torch.cat(pieces)
 
     def _next_request(self, playing: _Playing) -> Request:
-        return Request(prompt=self._row_so_far(playing), seeds=(seed_of("turn", playing.seed, playing.turn_count),))
+        return Request(prompt=self.row_so_far(playing), seeds=(seed_of("turn", playing.seed, playing.turn_count),))
 
     def _rollout(self, playing: _Playing, temperature: float) -> Rollout:
         """The record of an episode."""
         first = playing.turns[0]
         length = len(first.tokens)
-        if self._max_turns == 1:
+        if self.max_turns == 1:
             # Most rollouts have a single turn: nothing has to be joined.
             return Rollout(
                 problem=playing.problem,
@@ -506,10 +591,11 @@ class Runner:
                 author=torch.full((length,), Author.POLICY.value),
                 kept_logmass=first.kept_logmass,
                 routes=first.routes,
+                server=first.server,
                 turn_rewards=None if not playing.rewards or playing.rewards[0] is None else (playing.rewards[0],),
                 fault=playing.fault,
             )
-        several = self._max_turns > 1
+        several = self.max_turns > 1
         rewarded = [reward for reward in playing.rewards if reward is not None]
         row = _row(playing)
         return Rollout(
@@ -518,6 +604,7 @@ class Runner:
             text=playing.turns[-1].text,
             stop=playing.stop or playing.turns[-1].stop,
             temperature=temperature,
+            server=next(iter(playing.servers)) if len(playing.servers) == 1 else None,
             turn_rewards=tuple(reward or 0.0 for reward in playing.rewards) if rewarded else None,
             turn_states=tuple(playing.states) if several else None,
             dialogue=tuple(playing.texts) if several else None,

@@ -36,6 +36,7 @@ from legato.run.pace import Pace
 from legato.run.room import Pause
 from legato.run.watcher import GuardedWatcher
 from legato.training import checkpoint
+from legato.training.ahead import Ahead
 from legato.training.evaluate import HELD_OUT_REWARDS, Evaluator, ProblemSet, accuracy_metrics, outside_accuracy
 from legato.training.probe import Floor, UnsafeAnchorError
 from legato.training.ranks.join import read_launch
@@ -148,6 +149,8 @@ class Execution:
         try:
             if self.trainer.world.size > 1:
                 raise RuntimeError("the other ranks cannot save from inside a step")
+            if isinstance(self.trainer.source, Ahead):
+                self.trainer.source.wait_for_main_thread()
             self.watcher.message(self._end_early(reason, trainer=self._trainer_before_step()))
         except BaseException as error:
             self.watcher.message(f"{reason}; the state is not saved: {describe_error(error)}")
@@ -558,6 +561,14 @@ class Execution:
         if self.directory.writes:
             checkpoints = self.directory.checkpoint_path(step).parent
             checkpoint.purge(checkpoints, self.resolved.config.output.keep_last, protected)
+        if isinstance(self.trainer.source, Ahead):
+            self.trainer.source.on_saved(on_first_rank(self.trainer.world, self._source_states))
+
+    def _source_states(self) -> list[dict[str, Any]]:
+        """Where sampling ahead stood in each of the newest checkpoints, which a resumed run may begin with."""
+        newest = self.directory.checkpoint_steps()[-self.resolved.config.output.keep_last :]
+        states = [checkpoint.read_state(self.directory.checkpoint_path(each)) for each in newest]
+        return [{"ahead": each["trainer"]["collector"].get("ahead", {})} for each in states]
 
     def save_again(self, *, record: bool = True) -> None:
         """Overwrite the checkpoint of the current step. `record`: as for `_save`."""

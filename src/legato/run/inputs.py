@@ -26,6 +26,8 @@ from legato.policy.policy import Policy
 from legato.records.directory import RunDirectory
 from legato.run import wire
 from legato.training import checkpoint
+from legato.training.ahead import Ahead
+from legato.training.collect import Collector
 
 
 def config_of_checkpoint(folder: Path, now: Resolved) -> Resolved:
@@ -199,3 +201,19 @@ def describe_threads(policy: Policy, state: Mapping[str, Any], environment: Mapp
         f"this process computes with {now} threads, the run did so with {before}: sums are rounded otherwise, and the result"
         f" will not equal the uninterrupted run to the bit (OMP_NUM_THREADS={before} gives the same number)"
     ]
+
+
+def read_journal(collector: Collector, *, goes_back: bool, changed: bool) -> list[str]:
+    """Read the groups that were sampled after the checkpoint, if the run goes on as it did then; what to tell of them.
+
+    A run that goes back to an earlier step, or on with changed options, asks for them again.
+    """
+    if not isinstance(collector, Ahead) or collector.journal is None:
+        return []
+    if changed:
+        collector.forget_sampled()
+        return ["groups that were sampled ahead with the old options are not used, but asked for again"]
+    if goes_back:
+        return []  # loading the checkpoint deletes the journal
+    collector.journal.read()
+    return list(collector.journal.notes)

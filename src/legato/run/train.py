@@ -261,6 +261,7 @@ def _start(
         return replace(_show_plan(resolved, policy, source, held_out, watcher), rank=world.rank)
     with _directory_of(world, resolved, begin_again) as directory, closing_engine(collector):
         ranks.observe(world, config, directory)
+        wire.open_journal(collector, directory)
         _record_environment(directory, resolved, policy.device)  # first: it marks the folder as a run's (`records/begun.py`)
         directory.write_config(dump(resolved))
         told, notes_shown = [*_notes(resolved, policy.notes), _checkpoint_note(resolved, policy)], len(policy.notes)
@@ -548,9 +549,11 @@ def _resume(
             restored.append("environment.json was missing or damaged and is written again, as of now")
         threads = inputs.describe_threads(policy, state, environment or {})
         trainer = wire.trainer_of(resolved, policy, collector, reference)
+        wire.open_journal(collector, directory)
         with checkpoint.explain_contents(folder):
             checkpoint.restore(folder, policy, trainer.optimizer, state, world)
             trainer.load_sampler(checkpoint.sampler_state(folder))
+            replayed = inputs.read_journal(collector, goes_back=step is not None, changed=allow_changes and bool(changed))
         notes = _notes(resolved, policy.notes)
         start_record = _start_record(resolved, given, directory, policy.name, notes, code)
         positions, lost = dict[Lines, int](), list[str]()
@@ -597,7 +600,7 @@ def _resume(
         for note in threads:
             directory.append_metrics({"kind": "note", "step": trainer.steps_done, "text": note})
         notes = [
-            *(*restored, *resolved.notes, *changed, *unchecked, *threads, *moved, *lost),
+            *(*restored, *resolved.notes, *changed, *unchecked, *threads, *moved, *lost, *replayed),
             *policy.notes,
             *_early_end(resolved),
         ]
@@ -759,6 +762,7 @@ def _finish(execution: Execution) -> Run:
         if directory.writes:
             _mend(execution)
     finally:
+        execution.trainer.source.close()
         watcher.close()
         for logger in execution.loggers:
             logger.close()

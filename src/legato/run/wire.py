@@ -26,6 +26,7 @@ from legato.policy.model.load import load_policy
 from legato.policy.model.reference import Reference
 from legato.policy.model.supervised import Example, supervise
 from legato.policy.policy import Policy
+from legato.records.directory import RunDirectory
 from legato.rewards.scoring import Component, RewardSettings, WeightedSum, check_reward
 from legato.rewards.separate import SeparateReward, check_separate
 from legato.rewards.trl import AsyncTrlReward, Schedule, TrlReward, adapt_trl_reward
@@ -39,9 +40,11 @@ from legato.run.sizes import check_weights
 from legato.tasks.own import OwnTask
 from legato.tasks.source import Joined, Source
 from legato.tasks.task import Split
+from legato.training.ahead import Ahead
 from legato.training.anchor import needs_reference
 from legato.training.collect import Collector, CollectorSettings
 from legato.training.evaluate import Evaluator, ProblemSet
+from legato.training.journal import Journal
 from legato.training.memory.training_bytes import training_bytes
 from legato.training.optimizer import Optimizer, check_eight_bit
 from legato.training.pieces import Divided, Division
@@ -190,16 +193,25 @@ def collector_of(
     check_context(config, policy, rollouts.max_response_tokens, "rollouts.max_response_tokens")
     engine, other = _engines(config, policy, trains=trains, world=world) if engine is None else (engine, None)
     runner = runner_of(config, policy, engine, date)
-    return Collector(
-        source=source,
-        runner=runner,
-        evaluation=None if other is None else replace(runner, engine=other),
-        judge=reward.score_all,
-        sampling=select(Sampling, [rollouts]),
-        settings=select(CollectorSettings, [rollouts, config.policy, config.task]),
-        seed=config.training.seed,
-        world=world or OneProcess(),
-    )
+    parts: dict[str, Any] = {
+        "source": source,
+        "runner": runner,
+        "evaluation": None if other is None else replace(runner, engine=other),
+        "judge": reward.score_all,
+        "sampling": select(Sampling, [rollouts]),
+        "settings": select(CollectorSettings, [rollouts, config.policy, config.task]),
+        "seed": config.training.seed,
+        "world": world or OneProcess(),
+    }
+    if not rollouts.ahead or not trains:
+        return Collector(**parts)
+    return Ahead(**parts, ahead=rollouts.ahead, total_steps=config.training.steps)
+
+
+def open_journal(collector: Collector, directory: RunDirectory) -> None:
+    """Let a collector that samples ahead write complete groups into the run directory; each rank has files of its own."""
+    if isinstance(collector, Ahead):
+        collector.journal = Journal(directory.journal_path, collector.world.rank, collector.world.size)
 
 
 def runner_of(config: Config, policy: Policy, engine: Engine, date: str | None = None) -> Runner:

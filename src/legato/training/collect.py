@@ -24,6 +24,8 @@ from legato.training.play import Judge, play_and_score
 from legato.training.ranks.exchange import ScoredRollout
 from legato.training.source import ExhaustedError, NothingScoredError, Tally
 
+SAVED_GROUPS = "ahead/"
+"""How the names of tensors in a checkpoint begin that belong to groups sampled ahead (`ahead.py`)."""
 _CHECKED_PROBLEMS = 32
 """Problems whose prompts are looked at before a run starts."""
 
@@ -115,17 +117,25 @@ class Collector:
     def _next(self, count: int) -> tuple[list[Group], Tally]:
         groups: list[Group] = []
         tally = Tally()
-        if isinstance(self.source, Joined) and self.source.after is None and self._steps_begun >= self.source.after_steps:
-            self.source.after = self._drawn
+        self._begin_stage(self._steps_begun)
         self._steps_begun += 1
-        rounds = 1 + (self.settings.max_refills if self.settings.resampling == "dynamic" else 0)
-        while len(groups) < count and tally.rounds < rounds:
+        while len(groups) < count and tally.rounds < self._rounds:
             tally.rounds += 1
             starts = [self._draw(tally) for _ in range(count - len(groups))]
             groups += [group for group in self._sample_groups(starts, tally) if group is not None]
         self._check_scored(tally)
         tally.sampler = self.runner.engine.metrics()
         return groups, tally
+
+    @property
+    def _rounds(self) -> int:
+        """How often a step may sample: once, and again to replace groups."""
+        return 1 + (self.settings.max_refills if self.settings.resampling == "dynamic" else 0)
+
+    def _begin_stage(self, step: int) -> None:
+        """Begin the second stage with the next problem if it belongs to a step of that stage; steps count from 0."""
+        if isinstance(self.source, Joined) and self.source.after is None and step >= self.source.after_steps:
+            self.source.after = self._drawn
 
     def _check_scored(self, tally: Tally) -> None:
         """NothingScoredError if no rollout of this process could be scored yet: such a run would train nothing for ever."""
@@ -189,6 +199,10 @@ class Collector:
 
     def _set(self, state: Mapping[str, Any]) -> None:
         self._drawn, self._solved = int(state["cursor"]), set(state["solved"])
+        waiting = state.get("ahead", {}).get("waiting")
+        if waiting:
+            # A run that sampled ahead (`ahead.py`) and does so no more: the problems it had drawn are drawn again.
+            self._drawn = int(waiting[0])
         self._steps_begun = int(state["steps_begun"])
         if isinstance(self.source, Joined):
             self.source.after = state["second_stage_from"]
@@ -197,7 +211,14 @@ class Collector:
         return self.runner.engine.state()
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        self.runner.engine.load(tensors)
+        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(SAVED_GROUPS)}
+        self.runner.engine.load(own)
+
+    def on_saved(self, states: Sequence[Mapping[str, Any]]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def _draw(self, tally: Tally) -> Start:
         """The next problem that may be trained on, with the seeds and ids of its episodes."""
@@ -210,13 +231,7 @@ class Collector:
                 continue
             prompt = self.runner.rendering.prompt(problem)
             if len(prompt) <= self.settings.max_prompt_tokens:
-                each, key = self.settings.samples_per_prompt, problem.key
-                return Start(
-                    problem=problem,
-                    prompt=prompt,
-                    seeds=tuple([seed_of(self.seed, key, number, k) for k in range(each)]),
-                    ids=range(number * each, (number + 1) * each),
-                )
+                return self._start(number, problem, prompt)
             if self.settings.too_long == "error":
                 raise InputError(
                     f"the prompt of problem {number} has {len(prompt)} tokens, more than policy.max_prompt_tokens ="
@@ -228,6 +243,16 @@ class Collector:
         raise InputError(
             f"no problem has a prompt of at most policy.max_prompt_tokens = {self.settings.max_prompt_tokens} tokens;"
             " raise it"
+        )
+
+    def _start(self, number: int, problem: Problem, prompt: Tensor) -> Start:
+        """The episodes of the problem that was drawn as this number."""
+        each, key = self.settings.samples_per_prompt, problem.key
+        return Start(
+            problem=problem,
+            prompt=prompt,
+            seeds=tuple([seed_of(self.seed, key, number, k) for k in range(each)]),
+            ids=range(number * each, (number + 1) * each),
         )
 
     def _sample_groups(self, starts: Sequence[Start], tally: Tally) -> list[Group | None]:

@@ -18,7 +18,8 @@ def play_and_score(
     own = starts if world.size == 1 else starts[world.rank :: world.size]
     rows = runner.play(own, sampling)
     rollouts = [rollout for row in rows for rollout in row]
-    scores = iter(score_rollouts(judge, rollouts))
+    with runner.turns:
+        scores = iter(score_rollouts(judge, rollouts))
     mine = [[(rollout, next(scores)) for rollout in row] for row in rows]
     return mine if world.size == 1 else exchange(mine, starts, world)
 

@@ -1,6 +1,6 @@
 """The interface of a rollout source, from which the trainer takes the groups of a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -82,7 +82,13 @@ class RolloutSource(Protocol):
         """Load what `state` returned. The policy must have the checkpoint's weights already; they are published again."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The sampler's tensors for a checkpoint, beside the policy's weights."""
+        """The sampler's tensors for a checkpoint, beside the policy's weights. All ranks call it together."""
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Load what `tensors` returned; call it before `load`."""
+
+    def on_saved(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Checkpoints with these states are on disk, the newest last: what only older ones need may be deleted."""
+
+    def close(self) -> None:
+        """Stop sampling: the run has ended."""

@@ -1,6 +1,7 @@
-"""Scored rollouts between ranks, as JSON and flat tensors. A problem and its prompt are not sent: every rank drew them.
+"""Scored rollouts as JSON and flat tensors: between ranks, in checkpoints and in a journal.
 
-Only prompts that an episode changed are sent.
+A problem and its prompt are not part of it: every rank has drawn them, and a resumed run draws them again. Only prompts
+that an episode changed are.
 """
 
 from collections.abc import Sequence
@@ -21,25 +22,30 @@ _TENSORS = ("tokens", "sampler_logprobs", "version", "mask", "turn", "author", "
 _LISTS = ("turn_rewards", "turn_states", "dialogue")
 
 
-def exchange(mine: Sequence[Sequence[ScoredRollout]], starts: Sequence[Start], world: World) -> list[list[ScoredRollout]]:
-    """The scored rollouts of every start, in the order of `starts`; `mine` are those of starts rank, rank + size, ..."""
+def exchange(
+    mine: Sequence[Sequence[ScoredRollout]], starts: Sequence[Start], world: World, first: int = 0
+) -> list[list[ScoredRollout]]:
+    """The scored rollouts of every start, in the order of `starts`; `mine` are those of this rank.
+
+    Start k belongs to rank (first + k) modulo the ranks.
+    """
     tensors: list[Tensor] = []
-    own = starts[world.rank :: world.size]
-    records = [[_write(pair, start, tensors) for pair in row] for row, start in zip(mine, own, strict=True)]
+    own = starts[(world.rank - first) % world.size :: world.size]
+    records = [[write_rollout(pair, start, tensors) for pair in row] for row, start in zip(mine, own, strict=True)]
     rows: list[list[ScoredRollout]] = [[] for _ in starts]
     for rank, (told, held) in enumerate(world.gather_tensors(records, tensors)):
-        places = range(rank, len(starts), world.size)
+        places = range((rank - first) % world.size, len(starts), world.size)
         if rank == world.rank:
             for place, row in zip(places, mine, strict=True):
                 rows[place] = list(row)
             continue
         rest = iter(held)
         for place, row in zip(places, told, strict=True):
-            rows[place] = [_read(record, starts[place], rest) for record in row]
+            rows[place] = [read_rollout(record, starts[place], rest) for record in row]
     return rows
 
 
-def _write(pair: ScoredRollout, start: Start, tensors: list[Tensor]) -> dict[str, Any]:
+def write_rollout(pair: ScoredRollout, start: Start, tensors: list[Tensor]) -> dict[str, Any]:
     """The JSON of a scored rollout; its tensors are appended."""
     rollout, score = pair
     return {
@@ -49,6 +55,7 @@ def _write(pair: ScoredRollout, start: Start, tensors: list[Tensor]) -> dict[str
         "stop": rollout.stop.value,
         "temperature": rollout.temperature,
         "fault": rollout.fault,
+        "server": rollout.server,
         **{name: getattr(rollout, name) for name in _LISTS},
         "kind": type(score).__name__,
         "score": asdict(score),
@@ -76,8 +83,8 @@ def _read_row(record: dict[str, Any], start: Start, tensors: Any) -> dict[str, A
 _SCORES = {each.__name__: each for each in (Score, Unscorable, NotScored)}
 
 
-def _read(record: dict[str, Any], start: Start, tensors: Any) -> ScoredRollout:
-    """The inverse of `_write`; takes its tensors from the iterator."""
+def read_rollout(record: dict[str, Any], start: Start, tensors: Any) -> ScoredRollout:
+    """The inverse of `write_rollout`; takes its tensors from the iterator."""
     *earlier, last = [_read_row(each, start, tensors) for each in record["rows"]]
     rollout = Rollout(
         problem=start.problem,
@@ -87,6 +94,7 @@ def _read(record: dict[str, Any], start: Start, tensors: Any) -> ScoredRollout:
         stop=StopReason(record["stop"]),
         temperature=record["temperature"],
         fault=record["fault"],
+        server=record["server"],
         **{name: _as_tuple(record[name]) for name in _LISTS},
         **last,
     )
