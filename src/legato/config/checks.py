@@ -53,7 +53,20 @@ class Case:
 
 def disagreements(case: Case) -> Iterator[str]:
     """The messages of all checks."""
-    checks = (_updates, _stages, _epochs, _environment, _reward, _engine, _mismatch, _evaluation, _sets, _health, _output)
+    checks = (
+        _updates,
+        _stages,
+        _epochs,
+        _environment,
+        _reward,
+        _engine,
+        _ahead,
+        _mismatch,
+        _evaluation,
+        _sets,
+        _health,
+        _output,
+    )
     for check in (*checks, _algorithm, _turns, _levels, _teacher, _values, _float32):
         yield from check(case)
 
@@ -183,6 +196,17 @@ def _engine(case: Case) -> Iterator[str]:
             yield f"{case.describe('rollouts.servers.urls')}: {error}"
     if not is_import_path(name) and name not in engine_names():
         yield case.refuse("rollouts.engine", ", ".join(engine_names()), "an engine of your own is written file.py:Name")
+
+
+def _ahead(case: Case) -> Iterator[str]:
+    """Refuse the sampler's log-probs as the anchor of responses that older weights have sampled."""
+    if case.config.rollouts.ahead and case.config.training.anchor == "sampler":
+        yield case.refuse(
+            "training.anchor",
+            "'auto' or 'recompute'",
+            f"{case.describe('rollouts.ahead')} trains on responses of older weights, so the sampler's log-probs are not"
+            " those of the policy before the update; drop one of the two",
+        )
 
 
 def _mismatch(case: Case) -> Iterator[str]:

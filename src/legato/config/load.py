@@ -15,7 +15,7 @@ from typing import Any
 from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.catalogue import entry, is_published
 from legato.algorithms.override import ONE, SEVERAL, override, parts_of
-from legato.config import choose, kinds, lora_lr
+from legato.config import ahead, choose, kinds, lora_lr
 from legato.config.checks import Case, disagreements
 from legato.config.clamp import clamp
 from legato.config.resolved import Resolved, algorithm_values, dump, flatten
@@ -58,7 +58,7 @@ def load(
     # The user's own algorithm deviates from nothing. Its settings were merged into the run like any other.
     own = dataclasses.replace(base, settings={})
     published = entry(base.name).value if is_published(base.name) else own
-    config, algorithm = _fill_dependent(config, algorithm, merged, changed_at)
+    config, algorithm, chosen = _fill_dependent(config, algorithm, merged, changed_at)
     # Settings of an algorithm made in Python are already merged into the run; only the published ones remain.
     algorithm = dataclasses.replace(algorithm, settings=published.settings)
     changes = choose.changes_of(published, algorithm)
@@ -76,7 +76,7 @@ def load(
         deviations=tuple(choose.deviations(published, algorithm, values)) if is_published(base.name) else (MADE_IN_PYTHON,),
         provenance={path: fitted.changes.get(path) or origin(path) for path in values},
         code=_own_files(algorithm),
-        notes=tuple(fitted.notes),
+        notes=(*fitted.notes, *chosen),
     )
 
 
@@ -99,9 +99,9 @@ def _own_files(algorithm: Algorithm) -> tuple[OwnCode, ...]:
 
 def _fill_dependent(
     config: Config, algorithm: Algorithm, merged: Layer, changed_at: dict[str, str]
-) -> tuple[Config, Algorithm]:
-    """Fill in options that follow from others: the constant of an aggregate, one stage if there is no second task, and the
-    learning rate of adapters."""
+) -> tuple[Config, Algorithm, list[str]]:
+    """Fill in options that follow from others: the constant of an aggregate, one stage if there is no second task, the
+    learning rate of adapters, and the anchor and the correction of a run that samples ahead. Also returns notes."""
     if getattr(algorithm.aggregate, "constant", 0.0) is None:
         algorithm = override(algorithm, {"aggregate.constant": config.rollouts.max_response_tokens})
         changed_at["aggregate.constant"] = "rollouts.max_response_tokens"
@@ -114,7 +114,20 @@ def _fill_dependent(
         lr = round(lora_lr.FACTOR * config.training.lr, 12)  # 1e-05 and not 9.999999999999999e-06
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, lr=lr))
         merged.put(("training", "lr"), lr, lambda _: lora_lr.ORIGIN)
-    return config, algorithm
+    notes: list[str] = []
+    if config.rollouts.ahead:
+        if config.training.anchor == "auto":
+            config = dataclasses.replace(config, training=dataclasses.replace(config.training, anchor="recompute"))
+            merged.put(("training", "anchor"), "recompute", lambda _: ahead.ORIGIN)
+        if not ahead.corrects_sampler(algorithm):
+            by_user = any(path.partition("objective.corrections")[1] for path in changed_at)
+            if by_user:
+                note = "nothing corrects for responses that are older than the policy (algorithm.objective.corrections)"
+            else:
+                algorithm, note = ahead.add_correction(algorithm)
+                changed_at["objective.corrections"] = ahead.ORIGIN
+            notes.append(f"rollouts.ahead = {config.rollouts.ahead}: {note}")
+    return config, algorithm, notes
 
 
 def _origins(

@@ -129,6 +129,7 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
         'rows_at_once': {'rule': ('integer', (), {'minimum': 1}), 'needed': False, 'value': None, 'default': '`256`', 'says': 'Sequences decoded together: more is faster and needs more memory.', 'resume': 'free'},
         'kv_memory_share': {'rule': ('number', (), {'above': 0.0, 'maximum': 1.0}), 'needed': False, 'value': None, 'default': '`0.5`', 'says': 'On a GPU, the share of the memory training leaves free that keys and values may take; rows_at_once is cut to fit.', 'resume': 'free'},
         'record_routes': {'rule': ('flag_or', ('auto',), {}), 'needed': False, 'value': None, 'default': '`"auto"`', 'says': 'Whether the engine notes the experts of every token it reads, K bytes a layer and token; auto: if there are any.', 'resume': 'flag'},
+        'ahead': {'rule': ('integer', (), {'minimum': 0, 'maximum': 64}), 'needed': False, 'value': None, 'default': '`0`', 'says': 'Steps by which sampling may be ahead of training: 1 + ahead steps of groups are in flight, and weights are at most so many versions old (docs/ahead.md). 0: a step samples, then trains.', 'resume': 'flag'},
     },
     'rollouts.servers': {
         'urls': {'rule': ('texts', (), {}), 'needed': False, 'value': None, 'default': '`[]`', 'says': 'Addresses of servers that run already: ["http://10.0.0.2:8000"]. Their key: LEGATO_SERVER_KEY.', 'resume': 'free'},

@@ -281,6 +281,9 @@ class Ahead(Collector):
             rows = drawn.rows if drawn.rows is not None else done.get(drawn.number)
             if rows is not None:
                 groups.append(SavedGroup.of(drawn.number, drawn.start, self._fingerprint(drawn.start), rows))
+        if self.world.rank == 0:
+            # Groups of an earlier session that are still to be drawn: the segment they stand in may be deleted.
+            groups += self._known.values()
         groups = groups if self.world.size == 1 else self._gather(groups)
         if self.journal is not None:
             self.journal.begin_segment()

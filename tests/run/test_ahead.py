@@ -1,0 +1,104 @@
+"""Whole runs that sample ahead: to the bit after a kill, with evaluations, and the same as ever for ahead = 0."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import legato
+from legato.run.train import resume
+
+OPTIONS: dict[str, Any] = {
+    "task.held_out": 4,
+    "training.steps": 6,
+    "training.prompts_per_step": 4,
+    "training.updates_per_step": 2,
+    "training.lr": 1e-3,
+    "rollouts.samples_per_prompt": 4,
+    "rollouts.max_response_tokens": 6,
+    "evaluation.every_steps": 3,
+    "output.checkpoint_every_steps": 2,
+    "output.keep_last": 3,
+}
+
+
+def run(folder: Path, name: str, **options: Any) -> legato.Run:
+    values = {**OPTIONS, **options, "output.directory": str(folder), "output.name": name}
+    return legato.train("tiny", progress=False, **values)
+
+
+def weights(directory: Path, step: int = 6) -> dict[str, torch.Tensor]:
+    return load_file(directory / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors")
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def steps_of(directory: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == "step"]
+
+
+def test_the_local_engine_trains_on_responses_that_are_exactly_k_versions_old(tmp_path: Path) -> None:
+    done = run(tmp_path, "ahead", **{"rollouts.ahead": 2})
+    steps = steps_of(done.directory)
+    assert [(step["lag/mean"], step["lag/max"]) for step in steps] == [(0, 0), (1, 1), (2, 2), (2, 2), (2, 2), (2, 2)]
+    assert steps[0]["mismatch/k3"] < 1e-8 < steps[-1]["mismatch/k3"]
+    start = json.loads((done.directory / "metrics.jsonl").read_text().splitlines()[0])
+    assert any("rollouts.ahead = 2" in note and "tis" in note for note in start["notes"])
+    assert "weight/mean" in steps[0]
+
+
+def test_ahead_0_is_the_synchronous_run_to_the_bit(tmp_path: Path) -> None:
+    """The collector is the same one: no queue, no journal, no correction."""
+    plain, zero = run(tmp_path, "plain"), run(tmp_path, "zero", **{"rollouts.ahead": 0})
+    assert same(weights(plain.directory), weights(zero.directory)) and not (zero.directory / "journal").exists()
+
+
+def test_a_run_that_is_resumed_equals_the_undisturbed_one_to_the_bit(tmp_path: Path) -> None:
+    """Killed after step 3, one step after a checkpoint: groups in flight and in the journal are used again."""
+    whole = run(tmp_path, "whole", **{"rollouts.ahead": 2})
+
+    class Killed(BaseException):
+        pass
+
+    def kill(report: Any) -> None:
+        if report.step == 3:
+            shutil.copytree(tmp_path / "killed", tmp_path / "copy")
+            raise Killed
+
+    with pytest.raises(Killed):
+        legato.train(
+            "tiny",
+            progress=False,
+            callback=kill,
+            **{**OPTIONS, "rollouts.ahead": 2, "output.directory": str(tmp_path), "output.name": "killed"},
+        )
+    assert list((tmp_path / "copy" / "journal").iterdir())
+    (tmp_path / "copy" / ".lock").unlink(missing_ok=True)
+    resumed = resume(tmp_path / "copy")
+    assert same(weights(whole.directory), weights(resumed.directory))
+    keys = ("lag/mean", "mismatch/k3", "reward/mean", "loss/total")
+    for one, two in zip(steps_of(whole.directory), steps_of(resumed.directory), strict=True):
+        assert [one[key] for key in keys] == [two[key] for key in keys]
+
+
+def test_a_signal_saves_the_groups_that_wait(tmp_path: Path) -> None:
+    def interrupt(report: Any) -> None:
+        if report.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    values = {**OPTIONS, "rollouts.ahead": 1, "output.directory": str(tmp_path), "output.name": "stopped"}
+    stopped = legato.train("tiny", progress=False, callback=interrupt, **values)
+    assert stopped.exit_code == 128 + signal.SIGTERM
+    saved = load_file(stopped.directory / "checkpoints" / "step-000003" / "sampler.safetensors")
+    assert len({name.split("/")[1] for name in saved if name.startswith("ahead/")}) >= 4
+    resumed, whole = resume(stopped.directory), run(tmp_path, "whole", **{"rollouts.ahead": 1})
+    assert same(weights(whole.directory), weights(resumed.directory))
