@@ -9,6 +9,7 @@ An unfinished comparison can be stored too: a seed counts once every arm has run
 import argparse
 import json
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from benchmarks.provenance import stored_by
 from legato.compare.results import compare_arms
 from legato.diagnostics.statistics.paired import share_interval
 
+ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "moe.json"
 BEDS = {
     "tiny": "A tiny Qwen3-MoE that counts down",
@@ -52,12 +54,16 @@ def load_results() -> dict[str, Any]:
 def with_paired_intervals(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """A stored comparison with the intervals of today, from the scores of each seed; old ones were bootstrapped."""
     points = []
+    # The stored runs do not hold their number of held-out problems; their recipes do.
+    problems = tomllib.loads((ROOT / comparison["recipes"][0]).read_text())["task"]["held_out"]
     for point in comparison["points"]:
         arms = {
             arm: {**summary, "mean_interval": share_interval(summary["scores"]), "iqm_interval": None}
             for arm, summary in point["arms"].items()
         }
-        runs = {arm: [{"score": score} for score in summary["scores"]] for arm, summary in arms.items()}
+        runs = {
+            arm: [{"score": score, "problems": problems} for score in summary["scores"]] for arm, summary in arms.items()
+        }
         comparisons = max(1, (len(comparison["arms"]) - 1) * len(comparison["points"]))
         pairs = {arm: compare_arms(runs[arm], runs[comparison["against"]], comparisons) for arm in point["pairs"]}
         points.append({**point, "arms": arms, "pairs": pairs})

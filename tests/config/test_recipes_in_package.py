@@ -1,5 +1,6 @@
 """Recipes are part of the package: they are found from any directory."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,19 @@ def test_bare_train_is_the_tiny_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AttributeError):  # no run, and so no exit code
         commands.train_command([])
     assert loaded[0].config == load([ROOT / "recipes" / "tiny.toml"]).config
+
+
+def test_a_recipe_without_stored_runs_is_marked_by_the_tool(tmp_path: Path) -> None:
+    """From the stored results, not by hand: no recipe says it of itself."""
+    runs = json.loads((ROOT / "src/legato/config/recipe_runs.json").read_text())
+    assert set(runs) == {f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")}
+    for name, entry in runs.items():
+        assert all((ROOT / path).is_file() for path in entry["stored"])
+        if "qwen3-0.6b" in name or "moe-long" in name:
+            marked = [note for note in load([ROOT / name]).notes if name in note]
+            assert bool(marked) is not bool(entry["stored"]), name
+        assert "ever run" not in (ROOT / name).read_text()
+    assert runs["recipes/tiny-moe-long.toml"]["stored"] and not runs["recipes/qwen3-0.6b-gsm8k.toml"]["stored"]
+    mine = tmp_path / "mine.toml"
+    mine.write_text((ROOT / "recipes/qwen3-0.6b-gsm8k.toml").read_text() + "\n# mine\n")
+    assert not any("is stored" in note for note in load([mine]).notes)

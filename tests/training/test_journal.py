@@ -194,7 +194,7 @@ def saved(number: int, length: int = 3) -> SavedGroup:
     rollouts = this.runner.play([start], Sampling())[0]
     scores = make_judge(alternate)(rollouts)
     return SavedGroup.of(
-        number, fingerprint_of(start, Sampling(), this.runner.limits), list(zip(rollouts, scores, strict=True))
+        number, start, fingerprint_of(start, Sampling(), this.runner.limits), list(zip(rollouts, scores, strict=True))
     )
 
 

@@ -18,6 +18,8 @@ from legato.algorithms.override import ONE, SEVERAL, override, parts_of
 from legato.config import ahead, choose, kinds, lora_lr
 from legato.config.checks import Case, disagreements
 from legato.config.clamp import clamp
+from legato.config.read import find_recipe
+from legato.config.recipe_runs import untested_notes
 from legato.config.resolved import Resolved, algorithm_values, dump, flatten
 from legato.config.schema import AlgorithmName, Config
 from legato.config.sections import section_of
@@ -76,7 +78,7 @@ def load(
         deviations=tuple(choose.deviations(published, algorithm, values)) if is_published(base.name) else (MADE_IN_PYTHON,),
         provenance={path: fitted.changes.get(path) or origin(path) for path in values},
         code=_own_files(algorithm),
-        notes=(*fitted.notes, *chosen),
+        notes=(*fitted.notes, *chosen, *untested_notes([find_recipe(path) for path in sources])),
     )
 
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from legato.diagnostics.statistics.clipping import predicted_clip_fraction
+from legato.diagnostics.words import count
 from legato.lab.recorder import Say, target_of
 from legato.lab.sweep import FURTHER_STEPS, Arm, Course, arms, course, inspect_run, train_arms
 from legato.pages.experiment import Account, Check, Sheet, Value
 from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, UPDATES, VIOLET, Figure, Trace, figure, line, shares
 from legato.records.directory import RunDirectory
 
-TOLERANCE = 0.1
-"""Largest difference between measured and predicted share at which the page still says that the formula holds."""
+TOLERANCE = 0.25
+"""Largest difference between measured and predicted share, as a share of the predicted one, at which the page still says
+that the formula holds. An absolute tolerance would pass any small share, twice or half of what is predicted."""
 _DILUTED = (
     "training.load_balance keeps responses without an advantage in the updates; they count as not clipped, so measured"
     " shares are too low by their part."
@@ -137,22 +139,20 @@ def _sentences(arm_results: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> 
             f" {max(e.mean('spread') for e in sweep):.2g}; the widest band, {sweep[-1].arm.low:g}, clipped"
             f" {sweep[-1].mean('clipped'):.2%} of the responses.",
         ]
-        best, worst = max(sweep, key=lambda e: e.mean("reward")), min(sweep, key=lambda e: e.mean("reward"))
+        rewards, seeds = [e.mean("reward") for e in sweep], len(sweep[0].courses)
         sentences.append(
-            f"Reward at the end was highest at {best.arm.low:g} ({best.mean('reward'):.2f}) and lowest at {worst.arm.low:g}"
-            f" ({worst.mean('reward'):.2f}); drift (k3) went from {min(e.mean('k3') for e in sweep):.2g} to"
-            f" {max(e.mean('k3') for e in sweep):.2g}."
+            f"Reward at the end was {min(rewards):.2f} to {max(rewards):.2f}; drift (k3) went from"
+            f" {min(e.mean('k3') for e in sweep):.2g} to {max(e.mean('k3') for e in sweep):.2g}. The extremes of"
+            f" {count(len(sweep), 'arm')} with {count(seeds, 'seed')} are not a best and a worst: `legato compare` tells"
+            " arms apart."
         )
-        seeds = len(sweep[0].courses)
-        if seeds < 3:
-            sentences.append(f"{seeds} seed(s): differences of reward of a few hundredths say nothing. --seeds gives more.")
     return sentences
 
 
 def _checks(arm_results: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> list[Check]:
     checks = [
         Check(what=f"clipped at epsilon {each.arm.low:g}", expected=_finite_or_none(each.mean("predicted")),
-              measured=_finite_or_none(each.mean("clipped")), tolerance=TOLERANCE,
+              measured=_finite_or_none(each.mean("clipped")), tolerance=TOLERANCE, relative=True,
               source="normal log s of the measured spread")
         for each in sweep
     ]  # fmt: skip
@@ -164,7 +164,8 @@ def _checks(arm_results: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> lis
     if sweep:
         checks.append(
             Check(what=f"clipped at the narrowest band, {sweep[0].arm.low:g}", expected=0.5,
-                  measured=_finite_or_none(sweep[0].mean("clipped")), tolerance=TOLERANCE, source="one half, not all")
+                  measured=_finite_or_none(sweep[0].mean("clipped")), tolerance=TOLERANCE, relative=True,
+                  source="one half, not all")
         )  # fmt: skip
     return checks
 

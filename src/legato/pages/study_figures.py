@@ -5,7 +5,7 @@ stand in the tables.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from legato.diagnostics.statistics.intervals import wilson_interval
@@ -14,7 +14,11 @@ from legato.pages.comparison_figures import ARMS, DASHES
 from legato.pages.comparison_tables import Results
 from legato.pages.traces import Figure, figure
 
-Runs = Sequence[Mapping[str, Any]]
+LABELS = {
+    "gradient-noise": "variance added by the ratio (doublings)",
+    "ratio-bias": "sine of the angle to the exact gradient",
+}
+"""What the number of a measurement is, short enough for an axis."""
 
 
 def study_figures(results: Results) -> dict[str, Figure]:
@@ -37,7 +41,9 @@ def _frontier(results: Results) -> dict[str, Figure | None]:
         arms = [arm for arm in results["arms"] if _frontiers(results, bed, arm)]
         rows = [_frontiers(results, bed, arm) for arm in arms]
         by_bed.append(_points(bed or "all", arms, rows, number, transform=lambda value: 2.0**value, lines=False))
-    drawn: dict[str, Figure | None] = {"frontier": figure("Largest stable learning rate", _frontier_note(results), by_bed, layout)}
+    drawn: dict[str, Figure | None] = {
+        "frontier": figure("Largest stable learning rate", _frontier_note(results), by_bed, layout)
+    }
     for bed in results["beds"]:
         units = {
             unit: [_frontiers(results, bed, f"{unit}-{band}") for band in ("wide", "narrow")]
@@ -123,7 +129,7 @@ def _measured(results: Results) -> dict[str, Figure | None]:
         ticks = {"tickvals": results["sweep"][first], "ticktext": [str(value) for value in results["sweep"][first]]}
         layout = {
             "xaxis": {"type": "log", "title": {"text": f"{first} (tokens)" if first == "length" else first}, **ticks},
-            "yaxis": {"title": {"text": results.get("measure", "").replace("-", " ")}},
+            "yaxis": {"title": {"text": LABELS.get(results["measure"], results["measure"])}},
         }
         name = "by-length" if other is None else f"by-length-{others[0]}{other:g}"
         title = results["title"] if other is None else f"{results['title']}, {others[0]} {other:g}"
