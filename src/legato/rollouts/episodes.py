@@ -15,19 +15,21 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from legato.core.protection import copy_problem, copy_value, settings_restored
 from legato.core.rollout import START_STATE, Author, Message, Problem, Rollout, Routes, StopReason
-from legato.core.user_code import DEFAULT_SECONDS, CallFailedError, UserCode
+from legato.core.user_code import DEFAULT_SECONDS, CallFailedError, UserCode, is_own
 from legato.errors import InputError
 from legato.rollouts.engine import Engine, Finished, Handle, Limits, Request, Response
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Inserted, Rendering
 from legato.rollouts.sampling import Sampling
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +165,7 @@ class Runner:
     def publish(self, version: int) -> None:
         """Hand the policy's weights to the engine as this version."""
         self.version = version
-        self.engine.publish(self.weights(), version)
+        self._call_engine(self.engine.publish, self.weights(), version)
         self._published_to = self.engine
 
     def single_turn(self, limits: Limits) -> "Runner":
@@ -188,11 +190,11 @@ class Runner:
             for start in starts
         ]
         requests = [Request(prompt=start.prompt, seeds=start.seeds) for start in starts]
-        handles = self.engine.submit(requests, sampling, self.limits)
+        handles = self._call_engine(self.engine.submit, requests, sampling, self.limits)
         waiting: dict[Handle, list[_Playing]] = dict(zip(handles, groups, strict=True))
         try:
             while waiting:
-                finished = self.engine.poll()
+                finished = self._call_engine(self.engine.poll)
                 if not finished:
                     raise RuntimeError(f"the engine {self.engine.name!r} polled [] with {len(waiting)} requests outstanding")
                 self._continue(finished, waiting, sampling)
@@ -202,6 +204,21 @@ class Runner:
                 self.engine.cancel(handle)
             raise
         return [[self._rollout(playing, sampling.temperature) for playing in group] for group in groups]
+
+    def _call_engine(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """What a method of the engine returns. An engine of the user's is given up soon after a signal, like a reward.
+
+        It has no deadline: how long sampling may take is its own affair.
+        """
+        if not is_own(self.engine):
+            return function(*arguments)
+        with settings_restored(), UserCode(f"the engine {self.engine.name!r}", None) as code:
+            try:
+                return code.call(function, *arguments)
+            except CallFailedError as failed:
+                cause = failed.__cause__
+                assert cause is not None
+                raise cause from cause.__cause__
 
     def _read_max_turns(self) -> int:
         if isinstance(self.environment, SingleTurn):
@@ -235,7 +252,8 @@ class Runner:
                     going_on.setdefault(left, []).append(playing)
         for left, together in going_on.items():
             requests = [self._next_request(playing) for playing in together]
-            handles = self.engine.submit(requests, sampling, replace(self.limits, max_response_tokens=left))
+            limits = replace(self.limits, max_response_tokens=left)
+            handles = self._call_engine(self.engine.submit, requests, sampling, limits)
             waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
 
     def _play_turn(self, playing: _Playing, response: Response, code: UserCode) -> bool:

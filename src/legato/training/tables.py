@@ -95,7 +95,7 @@ class Tables:
     def with_advantages(self, algorithm: Algorithm) -> "Tables":
         """The tables with advantages, returns and the filters' `keep`, computed over the whole step."""
         batch, texts = self.batch, self.texts
-        estimate = algorithm.advantage.estimate(
+        estimate = algorithm.estimate(
             Scores(
                 rewards=batch.rewards,
                 group=texts.group,
@@ -118,15 +118,12 @@ class Tables:
             truncated=batch.truncated,
             version_lag=_version_lag(batch),
         )
-        keep = None
-        for part in algorithm.filters:
-            decision = part.keep(samples).to(dtype).unsqueeze(1)
-            keep = decision if keep is None else keep * decision
+        keep = algorithm.keep(samples, dtype)
         return replace(
             self,
             advantages=advantages.to(device),
             returns=None if estimate.returns is None else estimate.returns.to(device, dtype),
-            keep=None if keep is None else keep.to(device),
+            keep=None if keep is None else keep.unsqueeze(1).to(device),
         )
 
     def with_routes(self, routers: Routers | None, replay: str) -> "Tables":
