@@ -5,11 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from legato.advantages.estimator import Estimator
-from legato.advantages.filters import Filter
+import torch
+from torch import Tensor
+
+from legato.advantages.estimator import Estimate, Estimator, Scores
+from legato.advantages.filters import Filter, Samples
 from legato.algorithms.settings import Settings
 from legato.core.counts import Counts
 from legato.core.outcome import Outcome
+from legato.core.own_parts import call_parts, check_returned, check_returned_type
 from legato.core.scope import Scope
 from legato.core.signals import Signals
 from legato.core.sums import Sums
@@ -41,11 +45,35 @@ class Algorithm:
 
     def count(self, signals: Signals, groups: int | None) -> Counts:
         """The counts of an update or of a part of one."""
-        return count(self.objective, self.aggregate, signals, groups)
+        return call_parts(count, self.objective, self.aggregate, signals, groups)
 
     def evaluate(self, signals: Signals, counts: Counts, state: State | None = None) -> Outcome:
         """Loss and coefficients; `counts` are those of the whole update."""
-        return evaluate(self.objective, self.aggregate, signals, counts, state)
+        return call_parts(evaluate, self.objective, self.aggregate, signals, counts, state)
+
+    def estimate(self, scores: Scores) -> Estimate:
+        """The advantages of a whole step."""
+        estimate = call_parts(self.advantage.estimate, scores)
+        if self.advantage.of_user:
+            check_returned_type(self.advantage, "estimate", estimate, Estimate)
+            width = 0 if scores.mask is None else scores.mask.tokens.shape[1]
+            check_returned(self.advantage, "estimate", estimate.advantages, len(scores.rewards), 0, width)
+        return estimate
+
+    def keep(self, samples: Samples, dtype: torch.dtype) -> Tensor | None:
+        """[B]: 1 for the responses that all filters keep, 0 for the others; None without filters."""
+        keep = None
+        for part in self.filters:
+            decision = call_parts(part.keep, samples)
+            if part.of_user:
+                check_returned(part, "keep", decision, len(samples.group), 0)
+            keep = decision.to(dtype) if keep is None else keep * decision.to(dtype)
+        return keep
+
+    def own_parts(self) -> tuple[str, ...]:
+        """The parts that are the user's and none of Legato's, as messages name them."""
+        parts = (self.advantage, *self.filters, *self.objective.parts(), self.aggregate)
+        return tuple(f"{part.kind} '{part.name}'" for part in parts if part.of_user)
 
     def initial(self) -> State:
         """The first state of the adaptive parts."""
@@ -63,18 +91,21 @@ class Algorithm:
                 f"trust '{adapting[0]}' does not learn from the first update on some rollouts: call"
                 " advance(state, sums, first=True) after that one and first=False after those that follow"
             )
-        return {
-            part.name: part.advance(state[part.name], sums, bool(first))
-            for part in self.objective.parts()
-            if part.name in state
-        }
+        return call_parts(
+            lambda: {
+                part.name: part.advance(state[part.name], sums, bool(first))
+                for part in self.objective.parts()
+                if part.name in state
+            }
+        )
 
     def calibrated(self, state: State, *, noise: float) -> State:
         """The state with the noise floor of the ratio: its standard deviation in log r with nothing trained."""
         check_state(self.name, state, self.initial())
         if not 0 <= noise < math.inf:
             raise InputError(f"noise: expected a finite number >= 0, got {noise!r}")
-        return {part.name: part.calibrated(state[part.name], noise) for part in self.objective.parts() if part.name in state}
+        parts = [part for part in self.objective.parts() if part.name in state]
+        return call_parts(lambda: {part.name: part.calibrated(state[part.name], noise) for part in parts})
 
 
 def check_state(name: str, state: Any, initial: State) -> None:

@@ -23,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 from legato import __version__
 from legato.cli.laboratory import lab
 from legato.cli.output import safe_output
-from legato.errors import LOST_RANK, InputError, LostRankError, OtherRankError, shorten
+from legato.errors import LOST_RANK, InputError, LostRankError, OtherRankError, describe_error, shorten
 from legato.records.room import is_of_the_disk, os_error_of, reason
 from legato.run.watcher import lost_output
 
@@ -667,9 +667,17 @@ def _run() -> None:
         if _rank() == 0 or (_rank() == 1 and "rank 0 " in str(error)):
             _print_error(f"{error}; all ranks end", error)
         sys.exit(LOST_RANK)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
+    except BaseException as error:
+        from legato.core.importing import place_in_own_code
+
+        place = place_in_own_code(error)
+        if place is not None:
+            _print_error(f"expected code that returns, got {describe_error(error)} ({place}); correct it", error)
+            sys.exit(2)
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(130)
+        if not isinstance(error, Exception):
+            raise
         cause = os_error_of(error)
         if cause is not None and is_of_the_disk(cause):
             where = "a file" if cause.filename is None else cause.filename
@@ -704,7 +712,7 @@ def _exit_code(code: Any) -> Any:
     return 2
 
 
-def _print_error(text: str, error: Exception | None = None) -> None:
+def _print_error(text: str, error: BaseException | None = None) -> None:
     """Print a message and the notes that were added to its error. A line that quotes a huge value is cut in the middle."""
     text = "\n".join(shorten(line, _LONGEST_LINE) for line in text.splitlines())
     print("; ".join([f"legato: {text}", *getattr(error, "__notes__", ())]), file=sys.stderr)

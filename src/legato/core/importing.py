@@ -6,6 +6,7 @@ import hashlib
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -225,6 +226,18 @@ def _sha256_of(module: ModuleType | None, file: Path) -> str:
     if module is not None:
         vars(module)[_HASH] = sha256
     return sha256
+
+
+def place_in_own_code(error: BaseException) -> str | None:
+    """The line of the user's code that was running when an exception was raised, "my_clip.py:16, in apply".
+
+    None if Legato's own code raised it. Only files that Legato imported by a path of the configuration count.
+    """
+    place = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename in _LOADED_WITH:
+            place = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname}"
+    return place
 
 
 def check_file(what: str, path: str) -> Path | None:

@@ -51,6 +51,8 @@ class Part:
     __slots__ = ()
     kind: ClassVar[str]
     name: ClassVar[str]
+    of_user: ClassVar[bool] = True
+    """Whether the class is the user's and none of Legato's; what its methods return is then checked."""
 
 
 _P = TypeVar("_P", bound=type[Part])
@@ -85,7 +87,7 @@ def _declare_part(cls: Any, kind: str, name: str) -> Any:
     cls.__post_init__ = check
     # Slots create a second class, in whose methods super() fails. Our parts do not call it; a user's may.
     declared: Any = dataclasses.dataclass(frozen=True, slots=_is_ours(cls), kw_only=True)(cls)
-    declared.kind, declared.name = kind, name
+    declared.kind, declared.name, declared.of_user = kind, name, not _is_ours(cls)
     return declared
 
 

@@ -90,11 +90,13 @@ class CurrentRun:
     say: Callable[[str], None] = _say_nothing
     guardian: Guardian | None = None
     """Ends the process if a call holds the interpreter's lock; None in runs without code of the user's."""
+    own_parts: tuple[str, ...] = ()
+    """The parts of the algorithm that are the user's, as messages name them."""
 
     def forget(self) -> None:
         """The run has ended."""
         self.asked_to_end, self.arrived, self.rescue, self.say = None, None, None, _say_nothing
-        self.guardian = None
+        self.guardian, self.own_parts = None, ()
 
     def ask_to_end(self, number: int) -> None:
         """Note the signal that asks the run to end."""
@@ -296,7 +298,7 @@ class UserCode:
             due = self._due_error(since, now)
             if due is not None:
                 self._interrupt(due, now)
-            elif now - since >= _NOTICE_SECONDS and not self._noticed:
+            elif now - since >= _NOTICE_SECONDS and not self._noticed and (self._option or self.seconds is not None):
                 self._noticed = True
                 end = "" if self.seconds is None else f"; it is given up after {self.seconds:g} s"
                 self._say(f"{self.name} has been running for {now - since:.0f} s{end}{self._option}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from legato.core.bounded import exponential_sum, weighted_sum
 from legato.core.counts import Counts
 from legato.core.outcome import Coefficients, Outcome, Trace
+from legato.core.own_parts import check_returned, check_returned_type
 from legato.core.shapes import PerToken, Scalar, Spread
 from legato.core.signals import Signals
 from legato.objectives.aggregates import TokenMean
@@ -79,6 +80,8 @@ def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> 
     for part in objective.trust:
         if not isinstance(part, TokenTrust):
             region = part.apply(region, context)
+            if part.of_user:
+                _check_region(part, region, signals)
             region = region if region.band is not None else _with_band(part, region, context)
 
     keep = multiply(multiply(signals.keep, adjustment.keep), region.kept)
@@ -89,6 +92,8 @@ def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> 
     counts_kept_only = aggregate.denominator == "kept"
     lengths = rollout_lengths(signals, keep if counts_kept_only else None)
     weights = aggregate.weights(counts.tally(aggregate.denominator), lengths, signals.group)
+    if aggregate.of_user:
+        check_returned(aggregate, "weights", weights, len(signals.logprobs), 1)
 
     factor: Spread | None = weights * signals.advantages
     for each in (None if objective.folds_weights else adjustment.weight, keep, region.selected):
@@ -100,7 +105,10 @@ def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> 
     for penalty in objective.penalties:
         mean = TokenMean() if penalty.token_mean else aggregate
         penalty_weights = mean.weights(context.counts.all, all_lengths, signals.group)
-        terms[penalty.name] = -_total(penalty.apply(context), penalty_weights, signals)
+        values = penalty.apply(context)
+        if penalty.of_user:
+            check_returned(penalty, "apply", values, *_shape(signals), 1)
+        terms[penalty.name] = -_total(values, penalty_weights, signals)
     return _Surrogate(
         terms=terms, region=region, tokens=tokens, tokens_clipped=tokens_clipped, adjustment=adjustment, kept=keep
     )
@@ -109,7 +117,10 @@ def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> 
 def _tokens(objective: Objective, signals: Signals) -> PerToken:
     """The token log-ratios, differentiable only where the ratio is differentiated through."""
     ratio = objective.ratio
-    return ratio.tokens(signals if ratio.gradient == "through" else replace(signals, logprobs=signals.logprobs.detach()))
+    tokens = ratio.tokens(signals if ratio.gradient == "through" else replace(signals, logprobs=signals.logprobs.detach()))
+    if ratio.of_user:
+        check_returned(ratio, "tokens", tokens, *_shape(signals))
+    return tokens
 
 
 def _ratio(objective: Objective, adjustment: Adjustment, tokens: PerToken, context: Context) -> tuple[Region, Tensor | None]:
@@ -121,7 +132,11 @@ def _ratio(objective: Objective, adjustment: Adjustment, tokens: PerToken, conte
     for part in objective.trust:
         if isinstance(part, TokenTrust):
             tokens = part.apply_tokens(tokens, context)
+            if part.of_user:
+                check_returned(part, "apply_tokens", tokens, *_shape(signals))
     log_ratio = ratio.reduce(tokens, context)
+    if ratio.of_user:
+        check_returned(ratio, "reduce", log_ratio, *_shape(signals), 1)
     if ratio.gradient == "carrier":
         log_ratio = log_ratio + signals.mask.difference(signals.logprobs, signals.logprobs.detach())
     if objective.folds_weights and adjustment.weight is not None:
@@ -131,6 +146,18 @@ def _ratio(objective: Objective, adjustment: Adjustment, tokens: PerToken, conte
         log_ratio = log_ratio + log_weight
     bounded_tokens = None if tokens is unbounded else tokens.detach() != unbounded.detach()
     return Region(log_ratio=log_ratio, log_value=log_ratio), bounded_tokens
+
+
+def _shape(signals: Signals) -> tuple[int, int]:
+    rows, width = signals.logprobs.shape
+    return rows, width
+
+
+def _check_region(part: Trust, region: Region, signals: Signals) -> None:
+    """Check what a trust part returned."""
+    check_returned_type(part, "apply", region, Region)
+    for name in ("log_ratio", "log_value", "value", "selected", "kept"):
+        check_returned(part, f"{name} of apply", getattr(region, name), *_shape(signals), 1)
 
 
 def _with_band(part: Trust, region: Region, context: Context) -> Region:

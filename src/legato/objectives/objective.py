@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from legato.core.own_parts import check_returned, check_returned_type
 from legato.core.parts import Part
 from legato.core.scope import Scope
 from legato.errors import InputError
@@ -107,7 +108,11 @@ class Objective:
         """One adjustment for all corrections. If their weights enter a product ratio, level 'match' means each token."""
         if self.folds_weights:
             context = replace(context, segments=context.signals.segments("token"))
-        return combine([part.apply(context) for part in self.corrections])
+        adjustments = [part.apply(context) for part in self.corrections]
+        for part, adjustment in zip(self.corrections, adjustments, strict=True):
+            if part.of_user:
+                _check_adjustment(part, adjustment, context)
+        return combine(adjustments)
 
     def bounds(self, state: State | None = None) -> dict[str, Bounds]:
         """The current bands of the trust regions, by part. Parts without bounds are left out."""
@@ -119,3 +124,11 @@ class Objective:
         """The first state of the adaptive parts."""
         states = {part.name: part.initial() for part in self.parts()}
         return {name: state for name, state in states.items() if state is not None}
+
+
+def _check_adjustment(part: Correction, adjustment: Adjustment, context: Context) -> None:
+    """Check what a correction returned."""
+    check_returned_type(part, "apply", adjustment, Adjustment)
+    for name in ("log_shift", "weight", "keep"):
+        rows, width = context.signals.logprobs.shape
+        check_returned(part, f"{name} of apply", getattr(adjustment, name), rows, width, 1)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,13 +31,15 @@ from legato.core.fields import flag, integer, number
 from legato.core.protection import copy_problem, copy_value, settings_restored
 from legato.core.rollout import START_STATE, Author, Message, Problem, Rollout, Routes, Row, StopReason
 from legato.core.settings import settings
-from legato.core.user_code import DEFAULT_SECONDS, CallFailedError, UserCode
+from legato.core.user_code import DEFAULT_SECONDS, CallFailedError, UserCode, is_own
 from legato.errors import InputError
 from legato.rollouts.engine import Engine, Finished, Handle, Limits, Request, Response
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Inserted, Rendering
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.tool_calls import Turn
+
+_T = TypeVar("_T")
 
 LONGEST_REPLY = 1_000_000
 """Characters of a reply. A longer one fits into no context, and takes long to tokenise."""
@@ -231,7 +233,7 @@ class Runner:
     def publish(self, version: int) -> None:
         """Hand the policy's weights to the engine as this version."""
         self.version = version
-        self.engine.publish(self.weights(), version)
+        self.call_engine(self.engine.publish, self.weights(), version)
         self._published_to = self.engine
 
     def single_turn(self, limits: Limits) -> "Runner":
@@ -312,6 +314,21 @@ class Runner:
             raise InputError(f"expected a demonstration that the environment can play, got {playing.fault}")
         return examples
 
+    def call_engine(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """What a method of the engine returns. An engine of the user's is given up soon after a signal, like a reward.
+
+        It has no deadline: how long sampling may take is its own affair.
+        """
+        if not is_own(self.engine):
+            return function(*arguments)
+        with settings_restored(), UserCode(f"the engine {self.engine.name!r}", None) as code:
+            try:
+                return code.call(function, *arguments)
+            except CallFailedError as failed:
+                cause = failed.__cause__
+                assert cause is not None
+                raise cause from cause.__cause__
+
     def _read_max_turns(self) -> int:
         if isinstance(self.environment, SingleTurn):
             return self.environment.max_turns
@@ -365,14 +382,14 @@ class Session:
         with self._lock:
             self._groups |= groups
             self._left |= {number: len(group) for number, group in groups.items()}
-            handles = self.runner.engine.submit(requests, self.sampling, limits)
+            handles = self.runner.call_engine(self.runner.engine.submit, requests, self.sampling, limits)
             self._waiting |= dict(zip(handles, together, strict=True))
         return numbers
 
     def advance(self) -> dict[int, list[Rollout]]:
         """Decode until a request is complete, and play on; returns the rollouts of the starts that are finished now."""
         waiting = len(self._waiting)
-        finished = self.runner.engine.poll()
+        finished = self.runner.call_engine(self.runner.engine.poll)
         if not finished and waiting:
             raise RuntimeError(f"the engine {self.runner.engine.name!r} polled [] with {waiting} requests outstanding")
         ended = self._continue(finished)
@@ -458,8 +475,9 @@ class Session:
                     ended.append(playing)
         for left, together in going_on.items():
             requests = [self._next_request(playing) for playing in together]
+            limits = self.runner.turn_limits(left)
             with self._lock:
-                handles = self.runner.engine.submit(requests, self.sampling, self.runner.turn_limits(left))
+                handles = self.runner.call_engine(self.runner.engine.submit, requests, self.sampling, limits)
                 self._waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
         return ended
 

@@ -15,6 +15,7 @@ from legato.config.resolved import Resolved, dump
 from legato.config.schema import Evaluation
 from legato.core.generators import remember_generators
 from legato.core.guardian import guardian
+from legato.core.importing import place_in_own_code
 from legato.core.rollout import Problem, Unscorable
 from legato.core.user_code import RUN, StoppedAtOnce, StopRequestedError
 from legato.core.world import on_first_rank
@@ -139,16 +140,19 @@ class Execution:
         RUN.say, RUN.rescue = self.watcher.message, self._rescue
         if self.made_of.get("code") or {"problems", "reward"} & {*self.made_of.get("given", ())}:
             RUN.guardian = guardian()
+        RUN.own_parts = self.trainer.algorithm.own_parts()
         try:
             return self._go()
         finally:
             RUN.forget()
 
     def _rescue(self, reason: str, code: int) -> None:
-        """Save the last complete step and end the process, called from another thread while a reward does not return."""
+        """Save the last complete step and end the process; called from another thread while the user's code hangs."""
         try:
             if self.trainer.world.size > 1:
                 raise RuntimeError("the other ranks cannot save from inside a step")
+            if not self.trainer.between_updates:
+                raise RuntimeError("the step has changed some of it already")
             if isinstance(self.trainer.source, Ahead):
                 self.trainer.source.wait_for_main_thread()
             self.watcher.message(self._end_early(reason, trainer=self._trainer_before_step()))
@@ -193,11 +197,13 @@ class Execution:
                 self.trainer.world.fail(error)
                 error.add_note(self._end_by_error(error))
                 raise
-            except SystemExit as ending:
-                if isinstance(ending, StoppedAtOnce):
+            except BaseException as ending:
+                place = place_in_own_code(ending)
+                if isinstance(ending, StoppedAtOnce) or (place is None and not isinstance(ending, SystemExit)):
                     raise
                 fault = InputError(
-                    f"expected code that returns, got sys.exit({ending.code!r}) (a task, a callback or an engine of yours)"
+                    f"expected code that returns, got {_describe_ending(ending)}"
+                    f" ({place or 'a task, a callback or an engine of yours'}); correct it"
                 )
                 self.trainer.world.fail(fault)
                 fault.add_note(self._end_by_error(fault))
@@ -205,6 +211,10 @@ class Execution:
 
     def _give_up_step(self, number: Signals) -> tuple[str, int]:
         """Save the last complete step after a signal, without the step or evaluation at hand."""
+        if self.trainer.world.agree(int(not self.trainer.between_updates)):
+            # A part did not return in an update after the first: the weights are between two steps.
+            self.directory.append_metrics(self._end_record(f"stopped by {number.name}"), sync=True)
+            return f"stopped by {number.name} in the middle of a step; {self._newest_checkpoint_words()}", 128 + number
         return self._end_early(f"stopped by {number.name}", trainer=self._trainer_before_step()), 128 + number
 
     def _train(self, interrupt: Interrupt) -> tuple[str, int]:
@@ -611,6 +621,10 @@ class Execution:
         self.saved_at = self.trainer.steps_done
         self.health.load_state(state.get("health", {}))
         self.tighten(self.health.clip_scale)
+
+
+def _describe_ending(ending: BaseException) -> str:
+    return f"sys.exit({ending.code!r})" if isinstance(ending, SystemExit) else describe_error(ending)
 
 
 def newest_model(directory: RunDirectory) -> Path | None:

@@ -20,6 +20,7 @@ from legato.algorithms.algorithm import Algorithm
 from legato.core.counts import Counts, Tally
 from legato.core.device import to_device
 from legato.core.mask import Mask
+from legato.core.own_parts import call_parts, check_returned_type
 from legato.core.scope import Scope
 from legato.core.shapes import PerToken, Spread
 from legato.core.signals import Signals
@@ -191,7 +192,7 @@ def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack:
     turn = tables.turn[rows]
 
     def gap(left: Tensor, right: Tensor) -> Gap:
-        return measure_gap(algorithm, mask, turn, mask.difference(left, right.to(left.dtype)), state)
+        return call_parts(measure_gap, algorithm, mask, turn, mask.difference(left, right.to(left.dtype)), state)
 
     unequal = (with_gradient != together)[mask.tokens]
     return Floor(
@@ -258,7 +259,10 @@ def _applied_band(part: Trust, stated: Bounds, own: Spread, context: Context) ->
     """
     applied = None
     if part.scope is Scope.ROW and not part.needs():
-        applied = part.apply(Region(log_ratio=own, log_value=own), context).band
+        region = part.apply(Region(log_ratio=own, log_value=own), context)
+        if part.of_user:
+            check_returned_type(part, "apply", region, Region)
+        applied = region.band
     return (stated.lower, stated.upper) if applied is None else applied
 
 

@@ -101,7 +101,7 @@ class Tables:
         """
         batch, texts, pieces = self.batch, self.texts, Pieces.of(self.batch)
         estimate = pieces.split(
-            algorithm.advantage.estimate(
+            algorithm.estimate(
                 Scores(
                     rewards=pieces.first(batch.rewards),
                     group=pieces.first(texts.siblings),
@@ -125,15 +125,15 @@ class Tables:
             truncated=batch.truncated,
             version_lag=_version_lag(batch),
         )
-        keep = None
-        for part in (*algorithm.filters, *([Overlong()] if drop_cut else [])):
-            decision = part.keep(samples).to(dtype).unsqueeze(1)
-            keep = decision if keep is None else keep * decision
+        keep = algorithm.keep(samples, dtype)
+        if drop_cut:
+            whole = Overlong().keep(samples).to(dtype)
+            keep = whole if keep is None else keep * whole
         return replace(
             self,
             advantages=advantages.to(device),
             returns=None if estimate.returns is None else estimate.returns.to(device, dtype),
-            keep=None if keep is None else keep.to(device),
+            keep=None if keep is None else keep.unsqueeze(1).to(device),
         )
 
     def with_routes(self, routers: Routers | None, replay: str) -> "Tables":
