@@ -4,9 +4,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Transport(Protocol):
     """Work that blocks, its results, and the time."""
 
