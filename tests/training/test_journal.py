@@ -271,5 +271,5 @@ def test_unscorable_rollouts_and_components_come_back() -> None:
     start = this._start(0, problem, this.runner.rendering.prompt(problem))
     rollouts = this.runner.play([start], Sampling())[0]
     rows = list(zip(rollouts, judge(rollouts), strict=True))
-    again = SavedGroup.read(SavedGroup.of(0, "f", rows).tensors()).rows(start, "f")
+    again = SavedGroup.read(SavedGroup.of(0, start, "f", rows).tensors()).rows(start, "f")
     assert again is not None and [score for _, score in again] == [score for _, score in rows]
