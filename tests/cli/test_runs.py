@@ -46,6 +46,16 @@ def test_runs_are_listed_with_state_step_score_and_size(folder: Path, capsys: py
         runs_command(folder / "nothing", prune=False, yes=False)
 
 
+def test_a_run_that_failed_stands_on_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [json.loads(line) for line in (folder / "mine" / "metrics.jsonl").read_text().splitlines()]
+    error = "expected a reward that scores rollouts, got no score for any of the first 256: boom: ValueError: no"
+    lines = [json.dumps(each | ({"reason": error} if each["kind"] == "end" else {})) + "\n" for each in records]
+    (folder / "mine" / "metrics.jsonl").write_text("".join(lines))
+    runs_command(folder, prune=False, yes=False)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "expected a reward" in line]
+    assert line.startswith("mine") and "expected a reward that scores rol..." in line and "3/3" in line
+
+
 def test_prune_lists_first_and_then_keeps_records_and_the_newest_good_checkpoint(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

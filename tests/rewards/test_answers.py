@@ -42,6 +42,13 @@ def test_answers_are_read_as_a_person_would_read_them(name: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("<think>so 3</think>\n<answer> 204 </answer>", "204"),
+        (r"<answer>1</answer>, rather <answer>it is \boxed{2}</answer>", "2"),
+        (r"\boxed{3} <answer>4</answer>", "4"),
+        ("<answer></answer> The answer is 5.", "5"),
+        (r"<think>perhaps \boxed{204}</think> I give up", None),
+        (r"<think>\boxed{203}</think> It is \boxed{204}.", "204"),
+        ("<answer>" * 20_000, None),
         (r"\boxed{1} or \boxed{2}", "1, 2"),
         (r"\boxed{1}. Then \boxed{2}", "2"),
         ("so\n#### 12 apples\n", "12 apples"),
@@ -70,10 +77,17 @@ def test_the_final_answer_is_found(text: str, expected: str | None) -> None:
         (r"\text{Ann}", "Ann"),
         (r"\sin t", r"\sin(t)"),
         ("x = 5.", "5"),
+        (r"\textbf{(B) } 27", "27"),
+        (r"(A) -\frac{1}{2}", r"(A) -\frac12"),
+        (r"(C) \dfrac{3}{4}", r"\frac{3}{4}"),
     ],
 )
 def test_writings_of_one_answer_have_one_form(one: str, other: str) -> None:
     assert normal_form(one) == normal_form(other)
+
+
+def test_brackets_that_are_no_choice_stay() -> None:
+    assert normal_form("(A)") == "(A)" and normal_form("(3) 27") != "27" and normal_form(r"(A)\cup(B)") == r"(A)\cup(B)"
 
 
 def test_numbers_are_compared_exactly_and_others_are_no_numbers() -> None:
@@ -88,6 +102,7 @@ def test_the_last_number_counts_only_in_a_finished_response() -> None:
     assert reward(response(problem, "she has 18 dollars")) == 1.0
     assert reward(replace(response(problem, "she has 18 dollars"), stop=StopReason.LENGTH)) == 0.0
     assert make("reward", "math-answer", {})(response(problem, "she has 18 dollars")) == 0.0
+    assert reward(response(problem, "<think>18, I think</think> I do not know.")) == 0.0
 
 
 def test_a_tolerance_of_the_reward_or_of_the_problem_allows_a_difference() -> None:

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from legato.config.from_trl import Translation
 from legato.config.load import load
@@ -14,7 +16,7 @@ from legato.errors import InputError
 from legato.rewards import separate_worker
 from legato.rewards.scoring import Component, WeightedSum, check_reward, judge_all
 from legato.rewards.separate import rollout_as_json
-from legato.rewards.trl import Schedule, adapt_trl_reward, has_trl_signature
+from legato.rewards.trl import NotScored, Schedule, adapt_trl_reward, has_trl_signature
 from legato.run import train, wire
 from tests.proof.responses import response
 
@@ -135,6 +137,15 @@ def test_weights_of_a_list_of_rewards_follow_the_names_of_the_functions(monkeypa
         train.train(problems=[{"prompt": "2+3="}], reward=[without_rest, later, later], trl=trl)
     assert translations[0].reward_names == ["without_rest", "later", "later-3"]
     assert translations[0].options["algorithm.advantage.weights"] == [1.0, 2.0, 0.1]
+
+
+@pytest.mark.parametrize("make", [numpy.array, torch.tensor], ids=["numpy", "torch"])
+def test_nan_in_an_array_is_not_scored(make: Callable[[list[float]], Any]) -> None:
+    def array(completions: Any, **kwargs: Any) -> Any:
+        return make([float("nan"), 0.5])
+
+    first, second = judge_all(adapt_trl_reward(array), [response(TEXT, "5"), response(TEXT, "6")])
+    assert isinstance(first, NotScored) and second == {"": 0.5}
 
 
 def test_a_wrong_number_of_rewards_scores_nothing() -> None:

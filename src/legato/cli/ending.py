@@ -76,6 +76,11 @@ def _accuracies(summary: Summary, width: int) -> Table:
             style = _STYLE.get(verdict(before, after), "dim")
             change = Text(f"{100 * (after.value - before.value):+.1f}{' points' if whole else ''}", style=style)
         table.add_row(word, _format_interval(before, whole), _format_interval(after, whole), change)
+    rewards = [None if each is None else each.reward for each in (summary.before, summary.after)]
+    if any(each is not None and not 0 <= each <= 1 for each in rewards):  # an accuracy says little about such a reward
+        known = [each for each in rewards if each is not None]
+        difference = f"{known[1] - known[0]:+.3f}" if len(known) == 2 else ""
+        table.add_row("reward", *("-" if each is None else f"{each:.3f}" for each in rewards), difference)
     for course in (each for each in summary.sets if each.measure.startswith("avg@")):
         first, last = course.points[0][1], course.points[-1][1] if len(course.points) > 1 else None
         moved = Text("")

@@ -17,6 +17,8 @@ from legato.records.directory import size_of
 from legato.records.lock import is_locked
 from legato.records.room import reason
 
+_LONGEST_STATE = 36
+
 
 def runs_command(folder: Path, *, prune: bool, yes: bool) -> None:
     if not folder.is_dir():
@@ -44,7 +46,12 @@ def _row(run: Run) -> tuple[str, str, str, str, str]:
     best = best_score(run)
     of = f"{row['step']}/{row['steps']}" if row["steps"] else str(row["step"])
     score = "-" if best is None else f"{100 * best[0]:.1f} % at step {best[1]}"
-    return row["name"], state, of, score, format_bytes(size_of(run.directory.path))
+    # A run that failed ends with its whole error; `legato doctor RUN` shows all of it.
+    return row["name"], _cut(state), of, score, format_bytes(size_of(run.directory.path))
+
+
+def _cut(state: str) -> str:
+    return state if len(state) <= _LONGEST_STATE else f"{state[: _LONGEST_STATE - 3].rstrip(' ,')}..."
 
 
 def best_score(run: Run) -> tuple[float, int] | None:

@@ -30,6 +30,8 @@ class Evaluation:
     sampled: Interval | None
     """At the sampling temperature of the run."""
     greedy: Interval | None
+    reward: float | None = None
+    """The mean reward of the sampled responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +123,8 @@ def evaluations(records: Sequence[Record]) -> list[Evaluation]:
         sampled, greedy = (_interval(record, f"eval/accuracy_{word}", problems) for word in ("sampled", "greedy"))
         if sampled or greedy:
             step, count = int(number(record, "step") or 0), None if problems is None else int(problems)
-            measured.append(Evaluation(step=step, problems=count, sampled=sampled, greedy=greedy))
+            reward = number(record, "eval/reward_sampled")
+            measured.append(Evaluation(step=step, problems=count, sampled=sampled, greedy=greedy, reward=reward))
     return measured
 
 

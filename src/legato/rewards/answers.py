@@ -4,7 +4,8 @@ r"""Finds the final answer in a response, and compares it with the answer of the
     normal_form(r"\dfrac12")                                 ->  r"\frac{1}{2}"
     exact_value(r"\frac{1}{2}")                              ->  Fraction(1, 2)
 
-An answer is what the last \boxed{...} holds; else what follows the last "####"; else what follows the last "answer is" or
+What stands before the last </think> is no answer. An answer is what the last <answer>...</answer> holds, or the last
+\boxed{...}; else what follows the last "####"; else what follows the last "answer is" or
 "Answer:"; else the last line, if it is nothing but a number or a formula. `rewards/math.py` asks Math-Verify about answers
 that neither text nor number decides.
 """
@@ -25,8 +26,17 @@ _JOINED = re.compile(r"[\s$.;]*(?:,|\band\b|\bor\b)[\s$.;]*(?:[A-Za-z](?:_\{?\w+
 """What may stand between two boxes that hold one answer together."""
 
 
+def final_part(text: str) -> str:
+    """A response without the thinking before its answer."""
+    return text.rpartition("</think>")[2]
+
+
 def find_answer(text: str) -> str | None:
     """The final answer that a response states, as it is written; None if it states none."""
+    text = final_part(text)
+    tagged = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL)
+    if tagged and tagged[-1].strip():
+        return _last_boxes(tagged[-1]) or tagged[-1].strip()
     boxed = _last_boxes(text)
     if boxed is not None:
         return boxed
@@ -42,7 +52,7 @@ def find_answer(text: str) -> str | None:
 
 def last_number(text: str) -> str | None:
     """The last number in a text."""
-    numbers = re.findall(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?", text)
+    numbers = re.findall(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?", final_part(text))
     return numbers[-1] if numbers else None
 
 
@@ -77,6 +87,10 @@ _UNIT = re.compile(r"(?<=[\d}])\s*(?:[A-Za-z][A-Za-z ./-]*?(?:\^\{?-?\d\}?|[²³
 """Words after a number: "5 cm", "18 dollars a day", "3 square units"."""
 
 
+_CHOICE = re.compile(
+    r"^\$?(?:\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{\s*\(([A-E])\)[\s:.]*\}|\(([A-E])\))[\s:.~]*(?=-?\d|\\[dt]?frac|\\sqrt)"
+)
+"""The letter of a choice before its value: "(B) 27"."""
 _ARGUMENT = re.compile(
     r"\\(sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp)\s+([A-Za-z])(?![A-Za-z])"
 )
@@ -90,7 +104,7 @@ def bracket_arguments(text: str) -> str:
 def normal_form(answer: str) -> str:
     r"""An answer without what does not change its meaning: spaces, dollars, \left, units, thousands commas, a last dot."""
     text = (
-        bracket_arguments(answer.strip())
+        bracket_arguments(_CHOICE.sub("", answer.strip()))
         .replace("\N{MINUS SIGN}", "-")
         .replace("\N{EN DASH}", "-")
         .replace("\N{MULTIPLICATION SIGN}", "*")

@@ -131,6 +131,8 @@ def _completion(rollout: Rollout) -> str | list[dict[str, str]]:
 
 def _verdicts(returned: Any) -> Any:
     """The list a reward returned, with None and NaN replaced by NotScored. Anything else is left to the caller's checks."""
+    if callable(getattr(returned, "tolist", None)):  # an array or a tensor, in which NaN stands for None
+        returned = returned.tolist()
     if not isinstance(returned, list | tuple):
         return returned
     return [_verdict(each) for each in returned]
