@@ -101,6 +101,21 @@ def test_a_killed_process_on_the_same_machine_is_noticed_at_once(monkeypatch: py
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_rank_that_cannot_tell_the_others_ends_them_with_its_reason() -> None:
+    store, ended = Store(), Ended()
+    store.set("beat/1", json.dumps(beat(process=1)))
+    failed = Ended()
+    with Watch(store, 1, 2, deadline=60.0, say=failed.said.append, leave=failed.codes.append) as other:
+        other.end_all("rank 1: OutOfMemoryError: no room")
+        time.sleep(0.4)
+    assert not failed.codes, "it ends by itself, with its own exit code"
+    with watch(store, ended) as rank:
+        ended.wait()
+        assert rank.explain_loss() == "rank 1: OutOfMemoryError: no room"
+    assert set(ended.codes) == {LOST_RANK} and ended.said[0] == "rank 1: OutOfMemoryError: no room; all ranks end"
+
+
+@pytest.mark.usefixtures("quick")
 def test_ranks_that_have_ended_are_not_missed() -> None:
     store, ended = Store(), Ended()
     store.set("beat/1", json.dumps(beat(state="done")))

@@ -684,7 +684,11 @@ def _run() -> None:
             _print_error(f"cannot read or write {where}: {reason(cause)}", error)
             sys.exit(2)
         path = _crash_report()
-        _print_error(f"a fault of ours, {type(error).__name__}: {error}; please send us {path}", error)
+        if _is_shown_here(error):
+            _print_error(f"a fault of ours, {type(error).__name__}: {error}; please send us {path}", error)
+        else:
+            # Rank 0 shows the error; the report lies where this rank ran.
+            _print_error(f"a fault of ours on rank {_rank()}; please send us {path}")
         sys.exit(1)
 
 

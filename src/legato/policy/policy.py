@@ -274,7 +274,17 @@ class Policy:
 
     @contextmanager
     def _hidden_states(self, packed: Pack) -> Iterator[Tensor]:
-        """[K, N]: the last hidden state at the tokens whose logits are read."""
+        """[K, N]: the last hidden state at the tokens whose logits are read. Errors of a pass over divided layers say so."""
+        try:
+            with self._run_body(packed) as hidden:
+                yield hidden
+        except Exception as error:
+            # Other ranks are waiting for this one inside the pass (`ProcessGroup.fail`).
+            error.in_divided_pass = self.divided  # type: ignore[attr-defined]
+            raise
+
+    @contextmanager
+    def _run_body(self, packed: Pack) -> Iterator[Tensor]:
         if not self.packing:
             tokens, positions, read = pad_rows(packed)
             yield self.hidden(tokens, positions).flatten(0, 1)[read]

@@ -34,6 +34,7 @@ from legato.run.again import restart_advice
 from legato.run.interrupt import Interrupt
 from legato.run.loggers import Logger
 from legato.run.pace import Pace
+from legato.run.ranks import explain_losses
 from legato.run.room import Pause
 from legato.run.watcher import GuardedWatcher
 from legato.training import checkpoint
@@ -165,7 +166,7 @@ class Execution:
         with Interrupt(self.watcher.message) as interrupt:
             pause = Pause(self.watcher.message, lambda: interrupt.received is not None)
             try:
-                with waiting_for_room(pause):
+                with waiting_for_room(pause), explain_losses(self.trainer.world):
                     return self._train(interrupt)
             except DiskFullError as error:
                 if interrupt.received is None:
@@ -294,7 +295,10 @@ class Execution:
 
     def _end_by_error(self, error: Exception) -> str:
         """Save the state of the last finished step, record the end, and return what to do next."""
-        failure = self._save_after_error(error)
+        try:
+            failure = self._save_after_error(error)
+        except LostRankError:
+            failure = f"the state after step {self.trainer.steps_done} is not saved: the ranks cannot meet any more"
         with suppress(OSError, InputError):  # the disk may be the cause of it all
             self.directory.append_metrics(self._end_record(f"stopped by an error: {error}"), sync=True)
         return self._newest_checkpoint_words() if failure is None else f"{failure}; {self._newest_checkpoint_words()}"
@@ -305,6 +309,9 @@ class Execution:
         if step == 0 and self.resolved.config.policy.warm_up is None:
             return None  # a new run gets here in no time
         if self.trainer.world.agree(int(not self.trainer.between_updates)):
+            # The checkpoint that is being written is a copy from before.
+            with suppress(Exception):
+                self.saver.complete()
             return f"the state after step {step} is not saved: the error came while it was being changed"
         try:
             self._save(may_be_best=False, trainer=self._trainer_before_step())

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,11 @@ def observe(world: World, config: Config, directory: RunDirectory) -> None:
     if isinstance(watch, Watch):
         watch.deadline = config.training.rank_deadline_seconds
         watch.folder = directory.path if directory.writes else None
+
+
+def explain_losses(world: World) -> AbstractContextManager[None]:
+    """Inside, ranks that are gone are named also where FSDP2 waits for them."""
+    return world.passing() if isinstance(world, ProcessGroup) else nullcontext()
 
 
 def is_interrupted(world: World, interrupt: Interrupt, error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from legato.core.fields import choice, flag, integer, number
 from legato.core.scope import Scope
 from legato.core.settings import settings
 from legato.core.sums import Sums, fetch
-from legato.core.world import OneProcess, World
+from legato.core.world import OneProcess, World, wait_for_all
 from legato.diagnostics.metrics.repetition import repetition
 from legato.objectives.slots import State
 from legato.policy.model.reference import Reference
@@ -351,6 +351,8 @@ class Trainer:
             look=self.look,
             world=self.world,
         )
+        # A rank that failed in its passes is heard of here, while the last finished step can still be saved.
+        wait_for_all(self.world)
         self.between_updates = False
         self.source.before_update()
         norm, _ = self.optimizer.step()

@@ -1,6 +1,7 @@
 """Joins the processes that torchrun has started into one world. A process that it has not started is a world of its own."""
 
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -107,6 +108,10 @@ def joined(
                 yield world
                 world.agree(0)  # no rank leaves while another still needs it
             except BaseException as error:
+                if isinstance(error, LostRankError):
+                    # torchrun sends SIGTERM to what is left of such a run: this rank ends by itself, and must say why first.
+                    with suppress(ValueError):  # not the main thread
+                        signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 with suppress(LostRankError):
                     world.fail(error)
                     # Rank 0 shows it: one message, not one per rank.

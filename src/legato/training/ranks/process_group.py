@@ -42,6 +42,9 @@ class Observer(Protocol):
     def explain_loss(self) -> str | None:
         """Which rank is gone, for a message; None if it cannot be told."""
 
+    def end_all(self, reason: str) -> None:
+        """End the other ranks, which cannot be told otherwise."""
+
 
 class ProcessGroup:
     """All processes of the default group of torch.distributed.
@@ -113,6 +116,12 @@ class ProcessGroup:
         if self.is_lost or error is self._told or isinstance(error, OtherRankError | LostRankError):
             return
         self._told = error
+        if getattr(error, "in_divided_pass", False):
+            # The other ranks wait in the pass for layers of this one, and would take a message for such a layer.
+            self.is_lost = True
+            if self.observer is not None:
+                self.observer.end_all(f"rank {self.rank}: {describe_error(error)}")
+            return
         self._meet("fail", failed=True)
         signal = getattr(error, "signal", None)
         self._gather([describe_error(error), isinstance(error, InputError), None if signal is None else int(signal)])
@@ -133,6 +142,17 @@ class ProcessGroup:
             raise RuntimeError(f"the ranks have come apart: they want different operations ({listed})")
 
     @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Inside, a connection that breaks in a pass over divided layers is a LostRankError: FSDP2 has no names for ranks."""
+        try:
+            yield
+        except RuntimeError as error:
+            broken = isinstance(error, dist.DistError) or "gloo" in str(error)
+            if not (broken and getattr(error, "in_divided_pass", False)):
+                raise
+            raise self._explain_loss(error) from None
+
+    @contextmanager
     def _explained(self, operation: str = "") -> Iterator[None]:
         """Raise errors of the connection as LostRankError, and let the observer know that this rank waits."""
         if self.is_lost:
@@ -144,12 +164,16 @@ class ProcessGroup:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.is_lost = True
-            who = None if self.observer is None else self.observer.explain_loss()
-            raise LostRankError(who or f"another rank does not answer: {' '.join(str(error).split())[:200]}") from None
+            raise self._explain_loss(error) from None
         finally:
             if self.observer is not None:
                 self.observer.end()
+
+    def _explain_loss(self, error: Exception) -> LostRankError:
+        """The error to raise where the connection to another rank has broken."""
+        self.is_lost = True
+        who = None if self.observer is None else self.observer.explain_loss()
+        return LostRankError(who or f"another rank does not answer: {' '.join(str(error).split())[:200]}")
 
     def _gather(self, value: Any) -> list[Any]:
         data = json.dumps(value).encode()

@@ -69,6 +69,8 @@ class Watch:
         self._verdict: str | None = None
         """Why the run ends: which rank is gone or hangs."""
         self._wrote_stacks = False
+        self._ends_itself = False
+        """Whether this rank has failed and ended the others."""
         self._thread = threading.Thread(target=self._run, name="watch over ranks", daemon=True)
 
     def __enter__(self) -> "Watch":
@@ -109,6 +111,12 @@ class Watch:
             time.sleep(0.2)
         return self._verdict
 
+    def end_all(self, reason: str) -> None:
+        """End the other ranks with this reason. This one ends by itself, with an exit code of its own."""
+        self._ends_itself = True
+        with suppress(Exception):  # the store may be gone with its process
+            self.store.set("verdict", reason)
+
     # The thread
 
     def _run(self) -> None:
@@ -117,7 +125,11 @@ class Watch:
             try:
                 self._beat()
                 self._obey()
-                if self.rank in (0, 1) and (verdict := self._look_at_others(time.monotonic())) is not None:
+                if (
+                    not self._ends_itself
+                    and self.rank in (0, 1)
+                    and (verdict := self._look_at_others(time.monotonic())) is not None
+                ):
                     self.store.set("verdict", verdict)
                     self._end(verdict)
                 failures = 0
@@ -198,7 +210,7 @@ class Watch:
         if not self._wrote_stacks and self.store.check(["stacks"]):
             self._wrote_stacks = True
             self.store.set(f"stack/{self.rank}", describe_threads())
-        if self.store.check(["verdict"]):
+        if not self._ends_itself and self.store.check(["verdict"]):
             self._end(self.store.get("verdict").decode())
 
     def _end(self, verdict: str) -> None:
