@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from legato.api import Advantages, advantages, algorithm, counts, loss
     from legato.core.counts import Counts
     from legato.core.outcome import Outcome
-    from legato.core.rollout import Problem, Rollout, Unscorable
+    from legato.core.rollout import Problem, Rollout, TurnScores, Unscorable
     from legato.run.train import Run, train
 
 _HOME = {
@@ -30,6 +30,7 @@ _HOME = {
     "Problem": "legato.core.rollout",
     "Rollout": "legato.core.rollout",
     "Run": "legato.run.train",
+    "TurnScores": "legato.core.rollout",
     "Unscorable": "legato.core.rollout",
     "advantages": "legato.api",
     "algorithm": "legato.api",
@@ -46,6 +47,7 @@ __all__ = [
     "Problem",
     "Rollout",
     "Run",
+    "TurnScores",
     "Unscorable",
     "__version__",
     "advantages",

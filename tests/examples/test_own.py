@@ -49,3 +49,21 @@ def test_the_median_is_not_moved_by_one_response() -> None:
     rewards = torch.tensor([0.0, 0.0, 1.0, 100.0, 5.0, 5.0, 5.0, 5.0])
     advantages = legato.advantages(own, rewards=rewards, group=torch.arange(8) // 4).advantages
     assert advantages.tolist() == pytest.approx([-1.0, -1.0, 1.0, 199.0, 0.0, 0.0, 0.0, 0.0])
+
+
+def test_the_environment_with_tools() -> None:
+    import random
+
+    from examples.word_tools import Vowels, Words
+    from legato.core.rollout import StopReason
+    from legato.rollouts.tool_calls import FORMATS
+
+    problem = Words().problem(random.Random(0))
+    environment = Vowels()
+    (schema,) = environment.tools
+    assert schema["function"]["parameters"]["properties"]["place"]["type"] == "integer"
+    episode, read = environment.episode(problem), FORMATS["hermes"].read
+    call = '<tool_call>{{"name": "letter", "arguments": {{"place": {}}}}}</tool_call>'
+    said = [episode.act(read(call.format(place)), StopReason.END_TOKEN).content[0]["content"] for place in (0, 99)]
+    assert said == [problem.fields["word"][0], "error: IndexError: string index out of range"]
+    assert episode.act(read(str(problem.answer)), StopReason.END_TOKEN).reward == 1.0

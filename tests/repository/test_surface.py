@@ -90,6 +90,7 @@ MEMBERS = {
         *("mask", "turn", "author", "kept_logmass", "routes", "turn_rewards", "turn_states", "dialogue", "fault"),
     },
     "Run": {"directory", "accuracy", "accuracy_greedy", "model_folder", "reason", "exit_code", "rank"},
+    "TurnScores": {"scores"},
     "Unscorable": {"reason"},
 }  # fmt: skip
 

@@ -4,10 +4,12 @@ import asyncio
 import functools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+import torch
 
-from legato.core.rollout import Problem, Rollout, Score, Unscorable
+from legato.core.rollout import Problem, Rollout, Score, TurnScores, Unscorable
 from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.scoring import Component, WeightedSum, batched, judge_all
 from legato.rewards.verifiers import ExactMatch
@@ -179,3 +181,23 @@ def test_the_overlong_penalty_counts_in_the_reward_and_not_in_accuracy() -> None
     assert [one.components["overlong"] for one in scores] == [0, -0.25, -0.5]
     with pytest.raises(ValueError, match="called 'overlong'"):
         WeightedSum(components={"overlong": Component(reward=ExactMatch())}, overlong=overlong)
+
+
+def test_a_reward_may_score_each_turn() -> None:
+    """Process scores: one number for each turn; other rewards stand at the last turn."""
+    base = make_rollout("6")
+    turns = replace(base, tokens=torch.arange(3), turn=torch.tensor([0, -1, 1]), mask=torch.tensor([True, False, True]))
+    whole = WeightedSum(
+        components={
+            "steps": Component(reward=lambda rollout: TurnScores([0.25, 0.5]), weight=2.0),
+            "end": Component(reward=lambda rollout: 1.0, judges=False),
+        }
+    )
+    score = whole.score(turns)
+    assert isinstance(score, Score) and score.reward == 2.5 and score.turn_rewards == (0.5, 2.0)
+    for wrong, reason in (
+        ([1.0], "expected a score for each of the 2 turns, got 1"),
+        ([1.0, float("nan")], "for each turn"),
+    ):
+        verdict = WeightedSum(components={"steps": Component(reward=lambda rollout, w=wrong: TurnScores(w))}).score(turns)
+        assert isinstance(verdict, Unscorable) and reason in verdict.reason

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from legato.core.rollout import Problem
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scoring import score_texts
+from legato.rollouts.traces import rollout_of_traces, trace_of_answer
 from legato.serve import engine_thread
 from legato.serve.generation import derive_seeds
 from tests.serve.running import RunningServer, plain_engine
@@ -323,3 +325,24 @@ def test_answers_are_json_without_signs_that_json_does_not_know(server: RunningS
     reply = server.ask("POST", "/v1/completions", {"prompt": "12+3=", "max_tokens": 3, "logprobs": 5})
     json.loads(reply.body, parse_constant=refuse)
     assert reply.headers["content-type"] == "application/json" and reply.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_answers_of_an_agents_own_loop_are_a_rollout(server: RunningServer) -> None:
+    """The black box: an agent keeps its own messages; what the server sampled is trained on as it was sampled."""
+    messages: list[dict[str, str]] = [{"role": "user", "content": "add 2 and 3"}]
+    traces = []
+    for turn in range(3):
+        body = {"messages": messages, "max_tokens": 4, "seed": turn, "return_token_ids": True, "logprobs": True}
+        answer = server.post("/v1/chat/completions", body)
+        traces.append(trace_of_answer(answer, f"turn-{turn}"))
+        messages += [{"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
+        messages += [{"role": "user", "content": "again"}]
+    rollout = rollout_of_traces(traces, problem=Problem(prompt="add 2 and 3"), rollout_id=0, rewards=1.0)
+    sampled = [token for row in rollout.rows for token in row.tokens[row.mask].tolist()]
+    assert sampled == [token for trace in traces for token in trace["completion_token_ids"]]
+    assert rollout.turn_rewards == (0.0, 0.0, 1.0)
+    for row in rollout.rows:
+        text = torch.cat([row.prompt_tokens, row.tokens])
+        (scores,) = score_texts(server.served.policy, [text], [1.0])
+        trained = scores.logprobs[len(row.prompt_tokens) - 1 :][row.mask]
+        assert torch.allclose(trained, row.sampler_logprobs[row.mask], atol=1e-4)

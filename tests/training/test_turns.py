@@ -14,6 +14,10 @@ from legato.config.load import load
 from legato.core.batch import collate
 from legato.core.mask import Mask
 from legato.core.rollout import START_STATE, Author, Group, Rollout, Score
+from legato.dashboard.stored import show_rollout
+from legato.pages.report import write_report
+from legato.pages.turns import turns_of
+from legato.records.directory import RunDirectory
 from legato.rewards.environment import EnvironmentReward
 from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.scoring import Component, WeightedSum
@@ -220,3 +224,25 @@ def test_a_failed_episode_is_left_out_and_the_run_continues(tmp_path: Path) -> N
     groups, tally = this.source.next(4)
     assert tally.reasons == {"environment: RuntimeError: odd": tally.unscorable} and 0 < tally.unscorable < tally.rollouts
     assert all(m.rollout.fault is None and len(m.rollout.text) % 2 == 0 for g in groups for m in g.members)
+
+
+def test_stored_rollouts_and_the_report_show_the_credit_of_each_turn(straight: tuple[Path, list[StepReport]]) -> None:
+    directory = RunDirectory.open(straight[0])
+    step = directory.rollout_steps()[-1]
+    records = directory.read_rollouts(step)
+    several = [record for record in records if len(record["dialogue"]) > 1 and "advantage" in record]
+    assert several
+    for record in several:
+        turns_shown = turns_of(record)
+        assert [turn["text"] for turn in turns_shown] == record["dialogue"][::2]
+        assert [turn["reply"] for turn in turns_shown] == ["wrong, again:", ""]
+        assert [turn["reward"] for turn in turns_shown] == record["turn_rewards"]
+        assert len(record["turn_advantages"]) == 2
+        shown = [
+            [a for a, t in zip(record["details"]["advantages"], record["details"]["turns"], strict=True) if t == turn]
+            for turn in range(2)
+        ]
+        assert [sum(each) / len(each) for each in shown] == pytest.approx(record["turn_advantages"], abs=1e-4)
+    page = write_report(directory).read_text()
+    assert "turn by turn</h2>" in page and "<em>wrong, again:</em>" in page
+    assert show_rollout(directory, step, records.index(several[0]), whole=True)["turns"][0]["reply"] == "wrong, again:"

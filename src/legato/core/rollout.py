@@ -171,6 +171,13 @@ class Unscorable:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class TurnScores:
+    """What a reward returns that scores each turn of the policy by itself: one number for each turn."""
+
+    scores: Sequence[float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """The reward for training, the unshaped accuracy for filters and evaluation, and the reward's components."""

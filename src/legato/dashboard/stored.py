@@ -8,6 +8,7 @@ from typing import Any
 from legato.errors import InputError
 from legato.pages.legible import legible, shorten
 from legato.pages.summary import Record, number
+from legato.pages.turns import turns_of
 from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
 
@@ -103,6 +104,10 @@ def show_rollout(directory: RunDirectory, step: int, index: int, *, whole: bool)
         "components": {legible(str(k), one_line=True): number(components, k) for k in components},
         "unscorable": legible(str(record.get("unscorable") or ""), one_line=True),
         "details": _details(record),
+        "turns": [
+            {**each, "text": legible(each["text"][:PORTION]), "reply": legible(each["reply"][:PORTION])}
+            for each in turns_of(record)
+        ],
         "siblings": siblings,
     }
 

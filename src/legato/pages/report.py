@@ -11,6 +11,7 @@ from legato.pages.legible import legible, shorten
 from legato.pages.page import page, plotly_library
 from legato.pages.summary import Evaluation, Interval, Record, Samples, Summary, number, samples, summarise, summary
 from legato.pages.token_figures import token_figures
+from legato.pages.turns import transcript
 from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
 
@@ -33,6 +34,7 @@ def write_report(directory: RunDirectory) -> Path:
                 _sets(run),
                 health_section(health) if _steps(records) else "",
                 _samples(directory),
+                transcript(directory),
                 _list("Deviations from the paper", start.get("deviations"), "None: every value is the paper's."),
                 _probes(records),
                 _list("Notes", start.get("notes"), None),

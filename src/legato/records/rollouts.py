@@ -22,7 +22,10 @@ def rollout_record(rollout: Rollout, score: Score | Unscorable) -> dict[str, Any
     prompt = rollout.problem.prompt
     text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
     scored = not isinstance(score, Unscorable)
-    dialogue = {} if rollout.dialogue is None else {"dialogue": list(rollout.dialogue)}
+    dialogue: dict[str, Any] = {} if rollout.dialogue is None else {"dialogue": list(rollout.dialogue)}
+    rewards = (score.turn_rewards if isinstance(score, Score) else None) or rollout.turn_rewards
+    if rollout.dialogue is not None and rewards is not None:
+        dialogue["turn_rewards"] = list(rewards)
     # The turn that a reader wants to see of a chat; a prompt of one text has no other.
     users = [] if isinstance(prompt, str) else [str(each["content"]) for each in prompt if each["role"] == "user"]
     question = {"question": users[-1]} if users else {}

@@ -28,7 +28,7 @@ import torch
 
 from legato.core.fields import flag, number
 from legato.core.protection import copy_rollout, settings_restored
-from legato.core.rollout import Rollout, Score, Unscorable
+from legato.core.rollout import Rollout, Score, TurnScores, Unscorable
 from legato.core.settings import optional_table, settings
 from legato.core.user_code import DEFAULT_SECONDS, CallFailedError, UserCode, is_own
 from legato.errors import InputError, describe_error, describe_value, shorten
@@ -45,6 +45,15 @@ Reward = (
 )
 Judgement = dict[str, float] | Unscorable
 """A verdict as a breakdown by part; a plain number is the part ''."""
+
+
+class _ByTurn(dict[str, float]):
+    """The breakdown of a reward that scored each turn: the sum, and the scores of the turns."""
+
+    def __init__(self, turns: tuple[float, ...]) -> None:
+        super().__init__({"": sum(turns)})
+        self.turns = turns
+
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -165,6 +174,9 @@ class WeightedSum(RewardSettings):
         total, judged = 0.0, []
         for name, verdict in verdicts.items():
             assert not isinstance(verdict, Unscorable)
+            turns = int(rollout.turn.max()) + 1
+            if isinstance(verdict, _ByTurn) and len(verdict.turns) != turns:
+                return Unscorable(f"{name}: expected a score for each of the {turns} turns, got {len(verdict.turns)}")
             value = sum(verdict.values())
             total += self.components[name].weight * value
             listed |= {name if part == "" else f"{name}/{part}": number for part, number in verdict.items()}
@@ -179,16 +191,25 @@ class WeightedSum(RewardSettings):
             total += listed["overlong"]
         if not abs(total) <= LARGEST_REWARD:
             return Unscorable(f"the weighted sum is {total:g}; at most {LARGEST_REWARD:g} is allowed")
-        turns = None if rollout.turn_rewards is None else self._divide(total, rollout.turn_rewards)
+        by_turn = self._divide(total, rollout, verdicts)
         absent = tuple([name for name in self.components if name not in verdicts])
-        return Score(reward=total, accuracy=sum(judged) / len(judged), components=listed, turn_rewards=turns, absent=absent)
+        return Score(
+            reward=total, accuracy=sum(judged) / len(judged), components=listed, turn_rewards=by_turn, absent=absent
+        )
 
-    def _divide(self, total: float, turn_rewards: tuple[float, ...]) -> tuple[float, ...] | None:
-        """The reward of each turn: the environment's rewards at their turns, all other rewards at the last turn."""
-        weights = [each.weight for each in self.components.values() if isinstance(each.reward, EnvironmentReward)]
-        if not weights:
+    def _divide(self, total: float, rollout: Rollout, verdicts: Mapping[str, Judgement]) -> tuple[float, ...] | None:
+        """The reward of each turn: the environment's and those that rewards gave turn by turn at their turns, all other
+        rewards at the last turn. None if no reward is by turn."""
+        divided = []
+        for name, verdict in verdicts.items():
+            component = self.components[name]
+            if isinstance(verdict, _ByTurn):
+                divided.append([component.weight * each for each in verdict.turns])
+            elif isinstance(component.reward, EnvironmentReward) and rollout.turn_rewards is not None:
+                divided.append([component.weight * each for each in rollout.turn_rewards])
+        if not divided:
             return None
-        turns = [sum(weights) * reward for reward in turn_rewards[:-1]]
+        turns = [sum(column) for column in zip(*divided, strict=True)][:-1]
         return (*turns, total - sum(turns))
 
 
@@ -267,6 +288,8 @@ def _read(verdict: Any) -> Judgement:
     """A verdict as a breakdown, with a fast path for plain floats. It runs code of the user's: `repr`, `item`, `items`."""
     if type(verdict) is float and abs(verdict) <= LARGEST_REWARD:
         return {"": verdict}
+    if isinstance(verdict, TurnScores):
+        return _read_turns(verdict)
     if isinstance(verdict, NotScored):
         return verdict
     if isinstance(verdict, Unscorable):
@@ -281,6 +304,17 @@ def _read(verdict: Any) -> Judgement:
             " is needed"
         )
     return listed
+
+
+def _read_turns(verdict: TurnScores) -> Judgement:
+    numbers = [as_number(each) for each in islice(verdict.scores, _MOST_TURNS)]
+    known = [each for each in numbers if each is not None]
+    if len(known) < len(numbers) or not known or abs(sum(known)) > LARGEST_REWARD:
+        return Unscorable(f"returned {describe_value(verdict)}; a finite number for each turn is needed")
+    return _ByTurn(tuple(known))
+
+
+_MOST_TURNS = 100_000
 
 
 def _close(verdict: Any) -> None:

@@ -59,13 +59,25 @@ def details(tables: Tables, marks: Sequence[tuple[int, Marks]], tokenizer: Any, 
     a rollout stand end to end.
     """
     rows = _details_of_rows(tables, marks, tokenizer, most)
-    if tables.batch.pieces is None:
-        return tuple(rows)
     weights, start, whole = tables.texts.mask.sum(1).tolist(), 0, list[dict[str, Any]]()
-    for count in tables.batch.pieces:
-        whole.append(_join(rows[start : start + count], weights[start : start + count]))
+    several = bool((tables.batch.turn > 0).any())
+    for count in tables.batch.pieces or [1] * len(rows):
+        one = rows[start] if count == 1 else _join(rows[start : start + count], weights[start : start + count])
+        whole.append(one | _by_turn(tables, range(start, start + count)) if several else one)
         start += count
     return tuple(whole)
+
+
+def _by_turn(tables: Tables, rows: range) -> dict[str, Any]:
+    """The mean advantage of each turn of a rollout that lies in these rows."""
+    assert tables.advantages is not None
+    sums: dict[int, list[float]] = {}
+    for row in rows:
+        advantages = tables.advantages[row].cpu()
+        turns = tables.batch.turn[row].tolist()
+        for place in tables.texts.mask[row].nonzero().flatten().tolist():
+            sums.setdefault(turns[place], []).append(float(advantages[place if len(advantages) > 1 else 0]))
+    return {"turn_advantages": [_short(sum(sums[turn]) / len(sums[turn])) for turn in sorted(sums)]}
 
 
 def _join(rows: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[str, Any]:

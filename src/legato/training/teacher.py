@@ -12,6 +12,7 @@ from torch import Tensor
 
 from legato.core.device import to_device
 from legato.core.fields import choice, number, text
+from legato.core.segments import ordered_sum
 from legato.core.settings import settings
 from legato.core.world import World
 from legato.errors import InputError
@@ -38,6 +39,13 @@ class TeacherSettings:
         ' reference of the KL penalties of the algorithm (algorithm.objective.penalties = ["kl-ratio-weighted"]).',
     )
     weight: float = number(default=1.0, says="Weight of the teacher's advantage.", minimum=0.0)
+    baseline: str = choice(
+        "none",
+        "problem",
+        default="problem",
+        says="What is taken off the teacher's advantage: nothing, or its mean over the tokens of the problem's responses. It"
+        " changes no expected gradient and makes it less noisy.",
+    )
     reward_weight: float = number(
         default=1.0, says="Weight of the reward's advantage beside it; 0: distillation alone.", minimum=0.0
     )
@@ -79,6 +87,13 @@ class Teacher:
         assert tables.advantages is not None
         dtype = tables.advantages.dtype
         gap = torch.where(tables.mask, scores.to(dtype) - tables.sampler_logprobs.to(dtype), 0.0)
+        if self.settings.baseline == "problem":
+            problem = tables.texts.siblings.to(gap.device)
+            count, total = (
+                ordered_sum(each, problem, tables.texts.problems)[problem].unsqueeze(1)
+                for each in (tables.mask.sum(1).to(dtype), gap.sum(1))
+            )
+            gap = torch.where(tables.mask, gap - total / count.clamp(min=1), 0.0)
         own = torch.where(tables.mask, tables.advantages, 0.0)  # [B, 1] is spread over its tokens
         return replace(tables, advantages=self.settings.reward_weight * own + self.settings.weight * gap)
 

@@ -181,7 +181,21 @@ async function open(row, whole = false) {
     make("div", { className: "tag", textContent: facts.filter(Boolean).join(" \u00b7 ") }),
     make("h3", { textContent: "Prompt" }), make("pre", { textContent: rollout.prompt, dir: "auto" }),
     ...(rollout.details ? [strip(rollout)] : [make("p", { className: "dim", textContent: "No tokens of this response were measured." })]),
+    ...turns(rollout),
     make("h3", { textContent: "Response as text" }), text, ...(rollout.left ? [rest] : []), ...group(rollout));
+}
+
+// Turns of an episode: what each side said, and the credit of each turn.
+
+function turns(rollout) {
+  if (!rollout.turns.length) return [];
+  const known = value => value === null ? "" : short(value);
+  const rows = rollout.turns.flatMap((turn, number) => [
+    make("tr", {}, make("td", { textContent: number + 1 }), make("td", { textContent: turn.text, dir: "auto" }),
+      make("td", { textContent: known(turn.reward) }), make("td", { textContent: known(turn.advantage) })),
+    ...(turn.reply ? [make("tr", { className: "dim" }, make("td"), make("td", { textContent: turn.reply, dir: "auto" }), make("td"), make("td"))] : [])]);
+  const head = make("tr", {}, ...["turn", "policy, then environment", "reward", "advantage"].map(name => make("th", { textContent: name })));
+  return [make("h3", { textContent: "Turn by turn" }), make("table", { id: "turns" }, make("thead", {}, head), make("tbody", {}, ...rows))];
 }
 
 // Tokens
