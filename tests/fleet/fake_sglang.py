@@ -119,9 +119,7 @@ class FakeSglang:
         stopped = {"type": "stop", "matched": tokens[-1]}
         meta: dict[str, Any] = {
             "id": body["rid"],
-            "finish_reason": {"type": "stop", "matched": tokens[-1]}
-            if stopped
-            else {"type": "length", "length": len(tokens)},
+            "finish_reason": length if response.stop is StopReason.LENGTH else stopped,
             "weight_version": name,
             "weight_versions": [{"version": name, "start": 0, "end": len(tokens)}],
             "output_token_logprobs": [
