@@ -16,7 +16,6 @@ from legato.serve.weights import Weights
 from tests.serve.faults import FaultPlan
 from tests.serve.running import KEY, RunningServer, chat_policy, make_served, running
 
-
 _LOADING = threading.Lock()
 _read = Weights.read
 

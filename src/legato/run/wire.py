@@ -268,6 +268,11 @@ def _engines(config: Config, policy: Policy, *, trains: bool, world: World | Non
     """The sampling engine, and a separate engine for evaluations if the sampler differs from the policy."""
     world = world or OneProcess()
     copied, name = divides_layers(config, world), config.rollouts.engine
+    if world.size > 1 and is_remote(name):
+        raise InputError(
+            f"expected one process with rollouts.engine = {name!r}, got {world.size}: servers are fed by one trainer; start"
+            " the run without torchrun, or use rollouts.engine=local"
+        )
     options = replace(_engine_options(config, policy, trains=trains, ranks=world.size), copied=copied)
     if options.mismatch.kind == "none":
         engine = build_engine(name, policy, options)

@@ -135,8 +135,8 @@ class Fleet(JobEngine):
 
     def _contact(self) -> None:
         """Check the servers given by address; InputError if one cannot be used, or too few answer."""
-        works: list[Callable[[], Any]] = [partial(self.dialect.facts, s.client, CONTACT_SECONDS) for s in self.servers]
-        for server, result in zip(self.servers, self.transport.all(works), strict=True):
+        facts = self._at_all(self.servers, lambda server: self.dialect.facts(server.client, CONTACT_SECONDS))
+        for server, result in zip(self.servers, facts, strict=True):
             if isinstance(result, ServerFacts):
                 self._accept(server, result)
                 server.state = State.UP
@@ -151,6 +151,17 @@ class Fleet(JobEngine):
                 raise result
         self._check_quorum_at_start()
         self._decide_adapters()
+
+    def _at_all(self, servers: Sequence[Server], work: Callable[[Server], Any]) -> list[Any]:
+        """What `work` returns or raises for each server, all at once."""
+
+        def run(server: Server) -> Any:
+            try:
+                return work(server)
+            finally:
+                server.client.release()  # the connection of a thread that ends
+
+        return self.transport.all([partial(run, server) for server in servers])
 
     def _check_quorum_at_start(self) -> None:
         answering = [server for server in self.servers if server.state is State.UP]
@@ -235,9 +246,7 @@ class Fleet(JobEngine):
             for server in self.servers:
                 assert server.started is not None
                 server.started.start(model)
-            for server, result in zip(
-                self.servers, self.transport.all([partial(self._await_start, s) for s in self.servers]), strict=True
-            ):
+            for server, result in zip(self.servers, self._at_all(self.servers, self._await_start), strict=True):
                 if isinstance(result, ServerError):
                     raise InputError(
                         f"expected a {self.dialect.name} server to start, got {result} (rollouts.servers.start)"
@@ -310,7 +319,7 @@ class Fleet(JobEngine):
             self._folder = self._folders.write(weights, version, adapters=self._adapters)
             self._probe.score()
             servers = [server for server in self.servers if server.state in (State.UP, State.SUSPECT)]
-            self._judge_all(servers, self.transport.all([partial(self._load, server) for server in servers]))
+            self._judge_all(servers, self._at_all(servers, self._load))
             self._publish_seconds += self.transport.now() - began
 
     def _load(self, server: Server) -> ProbeReply:
@@ -362,9 +371,7 @@ class Fleet(JobEngine):
             server.reloads = False
             server.life += 1
             server.counts.restarts += 1
-        for (server, problem), result in zip(
-            own, self.transport.all([partial(self._load, server) for server, _ in own]), strict=True
-        ):
+        for (server, problem), result in zip(own, self._at_all([server for server, _ in own], self._load), strict=True):
             if not isinstance(result, ProbeReply):
                 self._drop_after_load(server, result)
             elif self._judge(server, result, None) is not None:
@@ -451,27 +458,32 @@ class Fleet(JobEngine):
         taking = {server.number: server for server in self.servers if server.takes}
         if not taking or self._answering() < self.settings.quorum:
             return
-        waiting: deque[Ticket] = deque()
-        while self._pending:
-            ticket = self._pending.popleft()
-            if not self._is_wanted(ticket):
-                continue
-            if ticket.not_before > now:
-                waiting.append(ticket)
-                continue
-            loads = {number: float(server.load) for number, server in taking.items()}
-            number = self._spread.choose(ticket.job.request.prompt, loads, 1.0)
-            taking[number].queue.append(ticket)
-        self._pending = waiting
-        for server in taking.values():
-            while len(server.running) < self.rows_at_once and (upcoming := self._next_ticket(server)) is not None:
-                self._send(server, upcoming, now)
+        wanted = [ticket for ticket in self._pending if self._is_wanted(ticket)]
+        self._pending = deque(ticket for ticket in wanted if ticket.not_before > now)
+        due: dict[Handle, list[Ticket]] = {}
+        for ticket in wanted:
+            if ticket.not_before <= now:
+                due.setdefault(ticket.job.handle, []).append(ticket)
+        # A group stays together unless it is more than a server's share.
+        share = -(-sum(map(len, due.values())) // len(taking))
+        for tickets in due.values():
+            for start in range(0, len(tickets), share):
+                loads = {number: server.load for number, server in taking.items()}
+                number = self._spread.choose(tickets[0].job.request.prompt, loads)
+                taking[number].queue.extend(tickets[start : start + share])
+        # Own requests first, so that a group stays together; then what waits for servers that are full.
+        for source_of in (lambda server: server, lambda server: max(self.servers, key=lambda each: len(each.queue))):
+            for server in taking.values():
+                while len(server.running) < self.rows_at_once:
+                    upcoming = self._next_ticket(source_of(server))
+                    if upcoming is None:
+                        break
+                    self._send(server, upcoming, now)
 
-    def _next_ticket(self, server: Server) -> Ticket | None:
-        """The next ticket of a server's own, or of the server with the longest queue."""
-        source = server if server.queue else max(self.servers, key=lambda each: len(each.queue))
+    def _next_ticket(self, source: Server) -> Ticket | None:
+        """The next ticket of a server's queue that is still wanted."""
         while source.queue:
-            ticket = source.queue.popleft() if source is server else source.queue.pop()
+            ticket = source.queue.popleft()
             if self._is_wanted(ticket):
                 return ticket
         return None

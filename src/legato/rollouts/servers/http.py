@@ -99,6 +99,10 @@ class HttpClient:
             connection.close()
         self._all.clear()
 
+    def release(self) -> None:
+        """Close the connection of this thread, which is about to end."""
+        self._drop()
+
     def _drop(self) -> None:
         """Close the connection of this thread."""
         connection = getattr(self._own, "connection", None)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 REMEMBERED = 4096
 """Prompts whose server is remembered."""
-SLACK = 1.25
-"""How much busier than the least loaded server the one with the prefix may be."""
+SLACK, LEEWAY = 1.25, 4
+"""How much busier than the least loaded server the one with the prefix may be: this factor, and so many requests."""
 
 
 class Spread:
@@ -23,12 +23,12 @@ class Spread:
         self._lengths: dict[int, int] = {}
         """length of a prompt -> how many of that length are remembered"""
 
-    def choose(self, prompt: Tensor, loads: Mapping[int, float], more: float) -> int:
-        """The server for `more` work on a prompt, of those with a load; remembers it."""
+    def choose(self, prompt: Tensor, loads: Mapping[int, int]) -> int:
+        """The server for a prompt, of those with a load; remembers it."""
         idlest = min(loads, key=lambda server: (loads[server], server))
         home = self._find(prompt)
         server = idlest
-        if home is not None and home in loads and loads[home] + more <= SLACK * (loads[idlest] + more) + more:
+        if home is not None and home in loads and loads[home] <= SLACK * loads[idlest] + LEEWAY:
             server = home
         self._remember(prompt, server)
         return server
