@@ -92,8 +92,11 @@ class Tables:
         assert bool(known.all()) or not bool(known.any()), "an update of which some rows have an anchor and some have none"
         return not bool(known.all())
 
-    def with_advantages(self, algorithm: Algorithm) -> "Tables":
-        """The tables with advantages, returns and the filters' `keep`, computed over the whole step."""
+    def with_advantages(self, algorithm: Algorithm, version: int | None = None) -> "Tables":
+        """The tables with advantages, returns and the filters' `keep`, computed over the whole step.
+
+        `version` is that of the policy; None: that of the newest token.
+        """
         batch, texts = self.batch, self.texts
         estimate = algorithm.advantage.estimate(
             Scores(
@@ -116,7 +119,7 @@ class Tables:
             accuracy=batch.accuracy,
             group=texts.group,
             truncated=batch.truncated,
-            version_lag=_version_lag(batch),
+            version_lag=_version_lag(batch, version),
         )
         keep = None
         for part in algorithm.filters:
@@ -242,10 +245,10 @@ class Tables:
         return renumber(self.texts.group[rows])
 
 
-def _version_lag(batch: Batch) -> Tensor:
-    """[B]: policy versions between a response's oldest token and the newest token of the step."""
+def _version_lag(batch: Batch, version: int | None) -> Tensor:
+    """[B]: policy versions between a response's oldest token and the policy, or the newest token of the step."""
     mask = batch.texts.mask
-    newest = torch.where(mask, batch.version, 0).max()
+    newest = torch.where(mask, batch.version, 0).max() if version is None else torch.tensor(version)
     return newest - torch.where(mask, batch.version, newest).min(1).values
 
 
