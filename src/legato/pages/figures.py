@@ -43,6 +43,7 @@ def figures(records: Sequence[Record]) -> list[Figure]:
         _clip_fractions(steps),
         _clip_band(steps),
         _experts(steps),
+        _sampler(steps),
         _ratios(steps),
         _gradient(steps),
         _groups(steps),
@@ -198,6 +199,24 @@ def _experts(steps: Sequence[Record]) -> Figure | None:
     )
     caption = "Share of the active experts that differ from those of the old policy, by update within the step."
     return figure("Experts that changed", caption, data, shares("share of experts", whole=False), keys=["router/flip_mean"])
+
+
+def _sampler(steps: Sequence[Record]) -> Figure | None:
+    """How far the sampler is from the policy, and how old its weights were, where responses may be older than the policy."""
+    if all(number(record, "lag/mean") is None for record in steps):
+        return None
+    ages = sorted({key for record in steps for key in record if re.fullmatch(r"mismatch/lag_\d+/k3", key)})
+    data = average_line(steps, "mismatch/k3", "all responses", BLUE)
+    for place, key in enumerate(ages):
+        age = key.removeprefix("mismatch/lag_").removesuffix("/k3")
+        data += average_line(steps, key, f"{age} versions old", UPDATES[(place + 1) % 8])
+    servers = sorted({key for record in steps for key in record if re.fullmatch(r"mismatch/server/.+/k3", key)})
+    for place, key in enumerate(servers):
+        name = key.removeprefix("mismatch/server/").removesuffix("/k3")
+        data += average_line(steps, key, f"server {name}", UPDATES[(place + 3) % 8])
+    lags = [value for record in steps if (value := number(record, "lag/max")) is not None]
+    caption = f"KL of sampler against trainer (mismatch/k3); the oldest token was {max(lags):g} versions old (lag/max)."
+    return figure("Sampler against trainer", caption, data, logarithmic("KL"), keys=["mismatch/k3", "lag/mean", "lag/max"])
 
 
 def _ratios(steps: Sequence[Record]) -> Figure | None:

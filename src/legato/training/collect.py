@@ -91,6 +91,8 @@ class Collector:
     world: World = field(default_factory=OneProcess)
     evaluation: Runner | None = None
     """The runner of evaluations if `runner` does not sample from the policy itself; it gets new versions too."""
+    ahead: int = 0
+    """How many steps sampling is ahead of training: not at all."""
     _drawn: int = 0
     _steps_begun: int = 0
     _solved: set[str] = field(default_factory=set)

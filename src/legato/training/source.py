@@ -58,6 +58,10 @@ class RolloutSource(Protocol):
     def version(self) -> int:
         """The version of the policy that was published last."""
 
+    @property
+    def ahead(self) -> int:
+        """How many versions older than the policy a token may be."""
+
     def on_publish(self, version: int) -> None:
         """The policy's weights have changed and are this version from now on."""
 

@@ -10,6 +10,7 @@ import torch
 from legato.algorithms.algorithm import Algorithm
 from legato.core.batch import collate
 from legato.core.fields import choice, flag, integer, number
+from legato.core.rollout import Group
 from legato.core.scope import Scope
 from legato.core.settings import settings
 from legato.core.sums import Sums, fetch
@@ -37,6 +38,7 @@ from legato.training.report import (
     update_metrics,
 )
 from legato.training.source import RolloutSource, Tally
+from legato.training.staleness import staleness
 from legato.training.tables import Tables, needs, needs_router_shift
 from legato.training.teacher import Teacher, reverse_kl
 from legato.training.update import BREAK_EVEN, Look, Report, count_update, reads_whole_update, silent_rows, update_gradient
@@ -199,6 +201,7 @@ class Trainer:
         updates = self._plan(tables)
         tables = self._score_old_policy(tables, updates)
         tables = self._with_advantages(tables, taught) if scores_first else tables
+        aged = self._staleness(tables, groups)
         silent = self._silent_rows(tables)
         self._compare_ranks(tables, updates)
         clock.end("anchor")
@@ -214,6 +217,7 @@ class Trainer:
         return StepReport(
             step=self.steps_done,
             metrics={
+                **aged,  # first: mismatch/k3 of the updates is over the rows that they read
                 **update_metrics(sums, own, numbers, self.optimizer.lr),
                 **state_metrics(self.state),
                 **rollout_metrics(tally),
@@ -230,8 +234,15 @@ class Trainer:
         )
 
     def _with_advantages(self, tables: Tables, taught: torch.Tensor | None) -> Tables:
-        tables = tables.with_advantages(self.algorithm, drop_cut=self.drop_cut)
+        tables = tables.with_advantages(self.algorithm, self.source.version, drop_cut=self.drop_cut)
         return tables if self.teacher is None or taught is None else self.teacher.add_to(tables, taught)
+
+    def _staleness(self, tables: Tables, groups: list[Group]) -> dict[str, float]:
+        """How old the responses are and what it does, where they can be older than the policy or come from servers."""
+        named = any(member.rollout.server is not None for group in groups for member in group.members)
+        if not self.source.ahead and not named:
+            return {}
+        return staleness(self.algorithm, tables, groups, self.source.version, self.state)
 
     def _details(self, tables: Tables, reports: list[Report], most: int) -> tuple[dict[str, Any], ...]:
         marks = [spread_marks(report.marks, tables, self.world) for report in reports]

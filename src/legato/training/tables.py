@@ -94,9 +94,10 @@ class Tables:
         assert bool(known.all()) or not bool(known.any()), "an update of which some rows have an anchor and some have none"
         return not bool(known.all())
 
-    def with_advantages(self, algorithm: Algorithm, *, drop_cut: bool = False) -> "Tables":
+    def with_advantages(self, algorithm: Algorithm, version: int | None = None, *, drop_cut: bool = False) -> "Tables":
         """The tables with advantages, returns and the filters' `keep`, computed over the whole step.
 
+        `version` is that of the policy; None: that of the newest token.
         `drop_cut`: rollouts that a limit cut are dropped too, whatever the filters of the algorithm.
         """
         batch, texts, pieces = self.batch, self.texts, Pieces.of(self.batch)
@@ -123,7 +124,7 @@ class Tables:
             accuracy=batch.accuracy,
             group=texts.siblings,
             truncated=batch.truncated,
-            version_lag=_version_lag(batch),
+            version_lag=_version_lag(batch, version),
         )
         keep = algorithm.keep(samples, dtype)
         if drop_cut:
@@ -262,10 +263,10 @@ def _component_table(batch: Batch) -> Tensor | None:
     return torch.stack(list(batch.components.values()), 1) if batch.components else None
 
 
-def _version_lag(batch: Batch) -> Tensor:
-    """[B]: policy versions between a response's oldest token and the newest token of the step."""
+def _version_lag(batch: Batch, version: int | None) -> Tensor:
+    """[B]: policy versions between a response's oldest token and the policy, or the newest token of the step."""
     mask = batch.texts.mask
-    newest = torch.where(mask, batch.version, 0).max()
+    newest = torch.where(mask, batch.version, 0).max() if version is None else torch.tensor(version)
     return newest - torch.where(mask, batch.version, newest).min(1).values
 
 
