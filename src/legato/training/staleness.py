@@ -38,10 +38,12 @@ def staleness(algorithm: Algorithm, tables: Tables, groups: Sequence[Group], ver
     gap = _Gap(algorithm, tables, state)
     metrics |= gap.measure(scored, "mismatch")
     oldest = lag.max(1).values
-    ages = oldest[scored].unique().tolist()
+    ages = torch.unique(oldest[scored]).tolist()
     for age in ages[:MOST_AGES] if len(ages) > 1 else []:
         metrics |= gap.measure(scored & (oldest == age), f"mismatch/lag_{age}")
-    servers = [member.rollout.server for group in groups for member in group.members]
+    # A rollout whose chat template broke it apart has several rows.
+    members = [member.rollout for group in groups for member in group.members]
+    servers = [rollout.server for rollout in members for _ in rollout.rows]
     for server in sorted({each for each in servers if each is not None})[:MOST_AGES]:
         rows = scored & torch.tensor([each == server for each in servers])
         if bool(rows.any()):
