@@ -109,6 +109,8 @@ def early(rollout):
     return float((rollout.tokens < 40).float().mean())
 '''
 _TIMES = ("time/", "tokens/per_second")
+_ORIGIN = ("origin", "weights")
+"""A hash of the first weights, formed otherwise since a frozen base is hashed once. Steps and checkpoints cover them."""
 
 
 def run_cases(folder: Path) -> dict[str, Any]:
@@ -165,7 +167,8 @@ def _digest(run: Path) -> dict[str, Any]:
     for line in lines:
         if line["kind"] in ("step", "evaluation", "probe", "origin"):
             for key, value in line.items():
-                if key not in ("kind", "words") and not key.startswith(_TIMES):
+                if key not in ("kind", "words") and not key.startswith(_TIMES) and (line["kind"], key) != _ORIGIN:
+                    value = {name: _filled(each) for name, each in value.items()} if key == "histograms" else value
                     series.setdefault(f"{line['kind']} {key}", []).append(value)
     last = sorted((run / "checkpoints").glob("step-*"))[-1]
     weights: dict[str, str] = {}
@@ -176,6 +179,13 @@ def _digest(run: Path) -> dict[str, Any]:
             digest.update(tensor.contiguous().reshape(-1).view(dtype=__import__("torch").uint8).numpy().tobytes())
         weights[file.name] = digest.hexdigest()[:16]
     return {"weights": weights, "keys": {key: _hash(values) for key, values in sorted(series.items())}}
+
+
+def _filled(histogram: Mapping[str, list[float]]) -> list[list[Any]]:
+    """The filled bins of a histogram with their edges in six digits. Later versions store empty bins as one."""
+    edges = [f"{edge:.6g}" for edge in histogram["edges"]]
+    bins = zip(edges, edges[1:], histogram["counts"], strict=False)
+    return [[lower, upper, int(count)] for lower, upper, count in bins if count]
 
 
 def _numbers(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -53,8 +53,7 @@ def shorten(text: str, most: int = LONGEST_TEXT) -> str:
 def describe_error(error: BaseException) -> str:
     """Type and text of an exception, shortened. The text may come from code that raises itself."""
     try:
-        text = str(error)
-        return shorten(f"{type(error).__name__}: {text}") if text else type(error).__name__
+        return shorten(f"{type(error).__name__}: {error}")
     except BaseException as other:
         return f"{type(error).__name__}, whose text cannot be read ({type(other).__name__})"
 

@@ -1,13 +1,15 @@
 """A small part of the hostile trial: a few cases of every part that takes no process of its own, and the page."""
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
-from benchmarks.trust import rewards
+from benchmarks.trust import page, rewards
 from benchmarks.trust.__main__ import PARTS, run_part
 from benchmarks.trust.page import trust_page
 from benchmarks.trust.soak import Reading, growth
@@ -88,5 +90,16 @@ def test_counts_of_cases_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_lists_every_part() -> None:
-    page = trust_page()
-    assert all(f"| {part} |" in page for part in PARTS)
+    text = trust_page()
+    assert all(f"| {part} |" in text for part in PARTS)
+
+
+def test_the_page_says_where_a_commit_landed_that_the_history_does_not_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = {"held": 3, "broken": [], "date": "2026-11-16", "commit": "0000000", "seed": 1}
+    results = {"kills": {**result, "part_of": "1111111"}, "signals": result}
+    (tmp_path / "trust.json").write_text(json.dumps(results))
+    monkeypatch.setattr(page, "RESULTS", tmp_path / "trust.json")
+    lines = [line for line in trust_page().splitlines() if "0000000" in line]
+    assert ["(part of 1111111)" in line for line in lines] == [True, False]

@@ -7,7 +7,9 @@ import torch
 
 import legato
 from legato.algorithms.algorithm import Algorithm
+from legato.core.outcome import Outcome
 from legato.core.scope import Scope
+from legato.core.signals import Signals
 from legato.policy.model.adapters import Lora
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Policy
@@ -118,6 +120,25 @@ def difference(
 def test_the_gradient_of_every_algorithm_is_that_of_its_loss_in_one_graph(name: str, passes: int) -> None:
     value = algorithm(name)
     assert difference(value, exact_policy(value), passes=passes, tokens_per_pack=30) < 1e-10
+
+
+@pytest.mark.parametrize(("tokens_per_pack", "again"), [(WHOLE, 0), (17, 1)])
+def test_the_objective_is_evaluated_again_for_metrics_only_where_an_update_has_several_pieces(
+    tokens_per_pack: int, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, rows, evaluate = algorithm("gspo"), list[int](), Algorithm.evaluate
+
+    def count_rows(self: Algorithm, signals: Signals, *rest: Any) -> Outcome:
+        rows.append(len(signals.logprobs))
+        return evaluate(self, signals, *rest)
+
+    policy, batch = exact_policy(value), batch_by_hand(0)
+    update = one_update(batch, tokens_per_pack)
+    tables = prepare_tables(policy, value, batch, [update], move=3e-3, old_from=1e-2)
+    monkeypatch.setattr(Algorithm, "evaluate", count_rows)
+    trainer_gradient(policy, value, tables, update, passes=1)
+    assert sum(rows) == (1 + again) * len(update.rows)
+    assert len(rows) > 1 or not again
 
 
 @pytest.mark.parametrize("tokens_per_pack", [1, 17, WHOLE])

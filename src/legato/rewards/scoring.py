@@ -240,7 +240,7 @@ def judge_all(
         if parallel:
             return _judge_in_threads(code, call, rollouts)
         if getattr(call, "harmless", False) is True and not is_own(call):
-            verdicts = _attempt(code, lambda: [_judge_safely(call, rollout) for rollout in rollouts])
+            verdicts = _attempt(code, _judge_each, call, rollouts)
             return [verdicts] * count if isinstance(verdicts, Unscorable) else verdicts
         return [_attempt(code, lambda rollout: _read(call(copy_rollout(rollout))), rollout) for rollout in rollouts]
 
@@ -277,11 +277,15 @@ def _read_safely(row: Any) -> Judgement:
         return Unscorable(describe_error(error))
 
 
-def _judge_safely(reward: Callable[[Rollout], Any], rollout: Rollout) -> Judgement:
-    try:
-        return _read(reward(rollout))
-    except Exception as error:
-        return Unscorable(describe_error(error))
+def _judge_each(reward: Callable[[Rollout], Any], rollouts: Sequence[Rollout]) -> list[Judgement]:
+    """The verdicts of a reward of Legato's, which neither changes nor keeps a rollout."""
+    verdicts = list[Any]()
+    for rollout in rollouts:
+        try:
+            verdicts.append(reward(rollout))
+        except Exception as error:
+            verdicts.append(Unscorable(describe_error(error)))
+    return [_read_safely(verdict) for verdict in verdicts]
 
 
 def _read(verdict: Any) -> Judgement:

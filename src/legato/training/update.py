@@ -224,7 +224,7 @@ def _one_pass(work: _Work, parts: list[Tensor]) -> _Done:
     """Forward, objective and backward of each micro-batch. Adds the gradient to the parameters."""
     # If no part weighs by routing, the routers' choices are only needed for the metrics at the end.
     reads_routing = needs_router_shift(work.algorithm)
-    scores, traffic = list[Channels](), list[Traffic | None]()
+    scores, outcomes, traffic = list[Channels](), list[Outcome](), list[Traffic | None]()
     idle = count_idle_passes(work.policy, len(parts), work.world)
     for rows in parts:
         with work.policy.accumulate_gradient(work.tables.texts, rows, work.directions(rows)) as forward:
@@ -232,17 +232,20 @@ def _one_pass(work: _Work, parts: list[Tensor]) -> _Done:
                 channels = piece.channels if reads_routing else replace(piece.channels, routed=None)
                 outcome = work.evaluate(work.signals(piece.rows, channels))
                 piece.backward(outcome.field)
-                scores.append(piece.channels.widen(work.width))
+                scores.append(piece.channels)
+                outcomes.append(outcome)
         traffic.append(forward.traffic)
     run_idle_passes(work.policy, work.tables.texts, idle, backward=True)
     if not parts:
         return _Done(rows=torch.zeros(0, dtype=torch.int64))
-    # Metrics are of the whole update. Joining the outcomes of the pieces would add loss terms in another order, and a piece
-    # is only as wide as its longest row: sums would differ in their last bits with the cut into pieces. So the objective is
-    # evaluated once more for all rows; that is some 250 small operations an update, whatever the number of rows.
     rows = torch.cat(parts)
-    signals = work.signals(rows, Channels.join(scores))
-    return _Done(rows=rows, signals=signals, outcome=work.evaluate(signals), routing=_count_missing_routes(work, traffic))
+    signals = work.signals(rows, Channels.join([channels.widen(work.width) for channels in scores]))
+    # Metrics are of the whole update, which is one piece where its logits fit at once. Joining the outcomes of several would
+    # add loss terms in another order, and a piece is only as wide as its longest row: metrics would differ in their last
+    # bits with the cut into pieces. Only then is the objective evaluated once more for all rows.
+    whole = len(outcomes) == 1 and scores[0].logprobs.shape[1] == work.width
+    outcome = outcomes[0] if whole else work.evaluate(signals)
+    return _Done(rows=rows, signals=signals, outcome=outcome, routing=_count_missing_routes(work, traffic))
 
 
 def _two_passes(work: _Work, parts: list[Tensor]) -> _Done:
