@@ -11,7 +11,13 @@ from benchmarks.gpu import ranks
 
 def options(tmp_path: Path, *parts: str, seconds: float = 100.0) -> argparse.Namespace:
     return argparse.Namespace(
-        parts=list(parts), output=tmp_path / "ranks.json", seconds=seconds, device="cpu", tiny=True, child=None
+        parts=list(parts),
+        output=tmp_path / "ranks.json",
+        seconds=seconds,
+        device="cpu",
+        tiny=True,
+        child=None,
+        commit="abc1234",
     )
 
 
@@ -52,7 +58,7 @@ def test_a_part_that_fails_keeps_the_stored_one_and_the_others_go_on(tmp_path: P
     monkeypatch.setattr(ranks, "run_part", lambda part, limit, own: outcomes[part])
     ranks.run_all(options(tmp_path, "two", "nccl"))
     stored = ranks.load_results(tmp_path / "ranks.json")
-    assert stored["parts"] == outcomes and stored["date"] and stored["machine"]["device"] == "CPU"
+    assert stored["parts"] == outcomes and stored["date"] and stored["commit"] == "abc1234"
     outcomes["nccl"] = {"exit": "more than 40 s"}
     ranks.run_all(options(tmp_path, "nccl"))
     assert ranks.load_results(tmp_path / "ranks.json")["parts"]["nccl"] == {"takes_two": False}
@@ -63,3 +69,20 @@ def test_a_part_that_fails_keeps_the_stored_one_and_the_others_go_on(tmp_path: P
 def test_the_time_of_all_parts_is_bounded() -> None:
     assert sum(seconds for _, seconds in ranks.PARTS.values()) < 480
     assert ranks.PARTS["plain 0.6B"][0] == 0 and ranks.PARTS["two"][0] == 2
+
+
+def test_the_page_tells_what_was_measured_and_what_was_not() -> None:
+    from benchmarks.gpu.plan_page import one_gpu
+
+    nothing = one_gpu({"parts": {}, "date": "", "machine": {}})
+    assert nothing.count("not measured yet") == 6
+    two = {"float32, layers": {"weights": 2e-7}, "float32, optimizer": {"error": "no"}}
+    ratios = {"layers over one process, 0.6B": 1.034}
+    stored = {
+        "parts": {"nccl": {"takes_two": False}, "two": two},
+        "ratios": ratios,
+        "date": "2026-11-20",
+        "machine": {"device": "H200"},
+    }
+    told = one_gpu(stored)
+    assert "+3.4 %" in told and "refuses them" in told and "2.0e-07" in told and told.count("not measured yet") == 3
