@@ -7,6 +7,7 @@
 Every shape trains a few whole steps (sampling, old log-probs, updates) in a process of its own, so that one that runs out of
 memory or time ends alone. Results are written after each shape. Shapes that were never measured come first. "8b-offload" is
 measured only if it is named: it takes 101 GB of host memory, and a machine that runs out of it may take all results along.
+"8b-8bit" needs bitsandbytes (`carry.sh` gathers it into .carry/site-packages, which PYTHONPATH must name).
 """
 
 import argparse
@@ -286,6 +287,7 @@ def run_all(options: argparse.Namespace) -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+    results["commit"] = options.commit or results.get("commit", "")
     results["load"] = {"samples": SAMPLES, "prompt_tokens": PROMPT, "new_tokens": NEW}
     for name in options.shapes:
         started, left = time.monotonic(), deadline - time.monotonic()
@@ -307,6 +309,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--seconds", type=float, default=470.0, help="no shape starts after this many seconds")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", default="", help="stored with the results; the GPU's machine has no history")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--child", choices=SHAPES, help="measure this shape in this process")
     options = parser.parse_args()

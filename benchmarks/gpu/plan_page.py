@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import ranks as gpu_ranks
 from benchmarks.gpu.peaks import GIB, check_rows, missing_shapes
 from legato.capacity.hardware import find_hardware, hardware_names
 from legato.capacity.measured import measured
@@ -57,7 +58,35 @@ def plan_blocks() -> dict[str, str]:
 @cache
 def scaling_blocks() -> dict[str, str]:
     """The generated parts of docs/scaling.md by name."""
-    return {"memory": _sharded_memory(), "same load": _same_load(), "same step": _same_step(), "links": _links()}
+    return {
+        "memory": _sharded_memory(),
+        "same load": _same_load(),
+        "same step": _same_step(),
+        "links": _links(),
+        "one gpu": one_gpu(gpu_ranks.load_results(gpu_ranks.RESULTS)),
+    }
+
+
+def one_gpu(stored: dict[str, Any]) -> str:
+    """What was measured of ranks on one GPU, beside what is promised."""
+    ratios, two = stored.get("ratios", {}), stored["parts"].get("two", {})
+    when = f"{stored['date']}, {stored['machine'].get('device', '')}" if stored["parts"] else ""
+    rows = [
+        [what, wanted, "not measured yet" if name not in ratios else f"{100 * (ratios[name] - 1):+.1f} %", when]
+        for what, wanted, name in (
+            ("one rank under torchrun, 0.6B, over a plain run", "within 2 %", "torchrun over plain, 0.6B"),
+            ("FSDP2 on one rank, 0.6B, over the same run without", "within 5 %", "layers over one process, 0.6B"),
+            ("FSDP2 on one rank, 1.7B, over the same run without", "within 5 %", "layers over one process, 1.7B"),
+        )
+    ]
+    takes = stored["parts"].get("nccl", {}).get("takes_two")
+    words = {None: "not measured yet", True: "takes them", False: "refuses them"}[takes]
+    rows.append(["NCCL with two processes on one GPU", "stated", words, when])
+    for way in ("optimizer", "layers"):
+        update = two.get(f"float32, {way}", {})
+        apart = "not measured yet" if "weights" not in update else f"{update['weights']:.1e}"
+        rows.append([f'two processes on one GPU (gloo), one float32 update, `"{way}"`: weights apart', "1e-6", apart, when])
+    return markdown(["", "wanted", "measured", "when"], rows)
 
 
 def _example() -> str:

@@ -381,6 +381,7 @@ def run_all(options: argparse.Namespace) -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
+        results["commit"] = options.commit or results.get("commit", "")
         results["ratios"] = summarise(results["parts"])
         options.output.parent.mkdir(parents=True, exist_ok=True)
         beside = options.output.with_suffix(".part")
@@ -396,6 +397,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--seconds", type=float, default=300.0, help="no part starts after this many seconds")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", default="", help="stored with the results; the GPU's machine has no history")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--child", choices=PARTS, help="measure this part in this process")
     options = parser.parse_args()

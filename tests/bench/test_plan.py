@@ -13,7 +13,13 @@ from benchmarks.gpu import plan
 
 def options(tmp_path: Path, *shapes: str, seconds: float = 100.0) -> argparse.Namespace:
     return argparse.Namespace(
-        shapes=list(shapes), output=tmp_path / "plan.json", seconds=seconds, device="cpu", tiny=True, child=None
+        shapes=list(shapes),
+        output=tmp_path / "plan.json",
+        seconds=seconds,
+        device="cpu",
+        tiny=True,
+        child=None,
+        commit="abc1234",
     )
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -458,3 +459,27 @@ def test_a_checkpoint_equals_that_of_a_run_which_ends_at_its_step(straight: Path
     assert one["model/model.safetensors"] == other["model/model.safetensors"]
     assert one["optimizer.safetensors"] == other["optimizer.safetensors"]
     assert one["trainer.json/trainer"] == other["trainer.json/trainer"]
+
+
+def test_an_error_in_an_update_completes_the_checkpoint_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written in the background is a copy of the last finished step: an update that is torn does not touch it."""
+    write_share, update = checkpoint.write_share, Trainer._update
+
+    def write_slowly(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        return write_share(*arguments)
+
+    def tear(self: Trainer, *arguments: Any, **options: Any) -> Any:
+        if self.steps_done == 2:
+            self.between_updates = False
+            raise RuntimeError("torn")
+        return update(self, *arguments, **options)
+
+    monkeypatch.setattr(checkpoint, "write_share", write_slowly)
+    monkeypatch.setattr(Trainer, "_update", tear)
+    options = {"training.steps": 3, "reward.kind": EARLY, "output.save_in_background": "on"}
+    with pytest.raises(RuntimeError, match="torn") as caught:
+        run_small(tmp_path, {**options, "output.checkpoint_every_steps": 1})
+    assert any("the state after step 2 is saved" in note for note in caught.value.__notes__), caught.value.__notes__

@@ -143,7 +143,7 @@ class ProcessGroup:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Inside, a connection that breaks in a pass over divided layers is a LostRankError: FSDP2 has no names for ranks."""
+        """Inside, a connection that breaks in a pass over divided layers is a LostRankError that names the rank."""
         try:
             yield
         except RuntimeError as error:
