@@ -36,6 +36,8 @@ def file(folder: Path, text: str, name: str = "a.toml") -> Path:
 
 OTHER_UPDATES = {"smollm2": 2, "tiny-moe-long": 32, "tiny-dense-long": 32}
 """The only way in which recipes deviate from GSPO as published."""
+BY_TURN = ("advantage", "objective.trust.clip.", "training.updates_per_step")
+"""Recipes of environments have credit by turn, and bands and updates for turns of a few tokens."""
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -44,6 +46,9 @@ def test_every_recipe_loads_and_its_header_has_command_and_machine(path: Path) -
     header = path.read_text().split("\n\n")[0]
     assert re.search(rf"# Command: .*legato (train|eval .*--sets) recipes/{path.name}", header)
     assert "# Machine: " in header
+    if resolved.config.task.environment is not None:
+        assert resolved.algorithm.name == "turn-gspo" and all(each.startswith(BY_TURN) for each in resolved.deviations)
+        return
     updates = next((count for name, count in OTHER_UPDATES.items() if path.stem.startswith(name)), None)
     assert resolved.deviations == (() if updates is None else (f"training.updates_per_step = {updates} (gspo: 4)",))
 

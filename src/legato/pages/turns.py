@@ -54,7 +54,7 @@ def transcript(directory: RunDirectory) -> str:
 
 def _spread(record: Mapping[str, Any]) -> float:
     values = [turn["advantage"] for turn in turns_of(record) if turn["advantage"] is not None]
-    return max(values) - min(values)
+    return float(max(values) - min(values))
 
 
 def _section(step: int, record: Mapping[str, Any]) -> str:

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from legato.core.rollout import Author, Problem, Rollout, Row, StopReason
 from legato.errors import InputError
@@ -148,7 +147,7 @@ class _Row:
         self.version += [version if own else -1 for own in mask]
         self.author += [author.value] * len(tokens)
 
-    def fields(self) -> dict[str, Tensor]:
+    def fields(self) -> dict[str, Any]:
         return {
             "prompt_tokens": torch.tensor(self.prompt),
             "tokens": torch.tensor(self.whole[len(self.prompt) :]),
