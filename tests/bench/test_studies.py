@@ -137,7 +137,7 @@ def test_two_trained_runs_of_each_study_give_the_stored_numbers(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     made = STORED[name].get("made") or [{"device": STORED[name]["machine"].get("device", "")}]
     if any("NVIDIA" in str(each["device"]) for each in made):
-        pytest.skip("made on a GPU: benchmarks/gpu/study_again.sh repeats runs there")
+        pytest.skip("made on a GPU: `legato study FILE --gpus 0 --only NAME` repeats a run there")
     study = read_study(ROOT / "studies" / f"{name}.toml")
     for stored in chosen_runs(name):
         again = run_study(study, folder=tmp_path / "again", machine=Machine(), only=stored["name"], say=lambda _: None)
