@@ -218,14 +218,18 @@ def _exponent(results: Results) -> list[str]:
     clips = {arm: f"{100 * _mean(results, arm, 'clip_mean'):.0f}" for arm in results["arms"]}
     start = math.fsum(run["start"] for run in results["runs"]) / len(results["runs"])
     spread = max(each["spread"] for each in results["comparisons"])
+    gained = 100 * (math.fsum(run["score"] for run in results["runs"]) / len(results["runs"]) - start)
     return [
         f"From {100 * start:.1f} % the arms reached, in the mean over {len(results['seeds'])} seeds, "
         + ", ".join(f"{arm} {value} %" for arm, value in arms.items())
         + ".",
+        f"In 16 steps hardly anything was learned ({gained:+.1f} points in the mean over arms), so the study could hardly"
+        " have told the exponents apart; it needs longer runs, not more arms.",
         "Over the whole run "
         + ", ".join(f"{arm} clipped {value} %" for arm, value in clips.items())
         + " of the tokens; the bands were made equal for the first step of two pilot seeds only.",
-        f"The standard deviation of the differences is up to {spread:.2f} (0.06 was assumed), so the power for 15 points is"
+        f"The standard deviation of the differences is up to {spread:.2f} (0.06 was assumed; 40 held-out"
+        " problems alone make most of it), so the power for 15 points is"
         f" {min(each['power_at_measured_spread'] for each in results['comparisons']):.0%} to"
         f" {max(each['power_at_measured_spread'] for each in results['comparisons']):.0%}. Five seeds of a tiny model"
         f" say little.",

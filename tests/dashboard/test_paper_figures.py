@@ -164,7 +164,9 @@ def test_seeds_are_one_arm_with_a_band_and_arms_have_cost_bars(tmp_path: Path) -
     )
     assert "axis is linear" in (tmp_path / "page.html").read_text()
     low, high, mean, other = by_title["Reward"]["data"]
-    assert (low["y"], high["y"], mean["y"], other["y"]) == ([1.0] * 3, [2.0] * 3, [1.5] * 3, [5.0] * 3)
+    # Student's t over the seeds 1 and 2: 12.7062 (from a table) times the standard error of 0.5.
+    assert (low["y"], high["y"]) == (pytest.approx([-4.8531] * 3), pytest.approx([7.8531] * 3))
+    assert (mean["y"], other["y"]) == ([1.5] * 3, [5.0] * 3)
     label = "grpo, training.routing_replay=off, 2 seeds"
     assert (mean["name"], other["name"]) == (label, "c"), "the legend names runs"
     (arm,) = re.findall(f"<b>{label}</b>(.*?)<", (tmp_path / "page.html").read_text())
@@ -202,7 +204,8 @@ def test_seeds_that_clip_nothing_count_in_a_mean_on_a_logarithmic_axis(tmp_path:
     by_title = {each["title"]: each for each in read_figures(write_several(runs, tmp_path / "page.html"))}
     low, high, mean = by_title["Clipped tokens"]["data"]
     assert mean["y"] == [None, 0.01, 0.02]
-    assert (low["y"], high["y"]) == ([0.01, 0.01, 0.01], [0.01, 0.02, 0.04])
+    # 0.01 + 12.7062 * 0.01 and 0.02 + 12.7062 * 0.02; the lower ends are below 0 and stop at the least value of the axis.
+    assert low["y"] == [0.01, 0.01, 0.01] and high["y"] == pytest.approx([0.01, 0.137062, 0.274124])
 
 
 def test_a_point_between_gaps_of_a_logarithmic_axis_has_a_marker() -> None:

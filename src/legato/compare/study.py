@@ -117,7 +117,11 @@ def describe(
     imported (`describe_machine`).
     """
     definition, complete = study.definition, is_complete(runs)
-    analysis = analyse(study, runs, seeds) if complete else {"comparisons": [], "verdict": "unfinished"}
+    analysis = {"comparisons": [], "verdict": "unfinished"}
+    if complete and len(seeds) > 1:
+        analysis = analyse(study, runs, seeds)
+    elif complete:
+        analysis["verdict"] = "undecided"  # a pilot of one seed: there is nothing to compare
     made = slices(runs, here or {})
     if not complete:
         runs = [{key: run[key] for key in ("name", "bed", "arm", "seed", "point", "status", "reason")} for run in runs]

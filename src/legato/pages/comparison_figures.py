@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-from legato.diagnostics.statistics.paired import share_interval
+from legato.diagnostics.statistics.paired import mean_interval
 from legato.diagnostics.statistics.seeds import mean
 from legato.pages.comparison_tables import Results, label
 from legato.pages.curves import round_six, thin
@@ -70,7 +70,7 @@ def over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str,
     x = [float(step) for step in steps]
     label_text = _safe(name)
     average = line(x, [round_six(mean(values[step])) for step in steps], label_text, colour)
-    around = {step: share_interval(values[step]) for step in steps}
+    around = {step: mean_interval(values[step]) for step in steps}
     if not steps:
         return []
     low = [round_six(mean(values[step]) if (ends := around[step]) is None else ends[0]) for step in steps]

@@ -119,7 +119,7 @@ def _comparisons(results: Results) -> Table:
                 str(censored),
             )
         )
-    level = results["comparisons"][0]["level"]
+    level = results["comparisons"][0]["level"] if results["comparisons"] else 0.95
     return Table(
         title="Registered comparisons",
         note=f"Paired over {len(results['seeds'])} seeds; Student's t intervals at {level:.2%} each, so that all"

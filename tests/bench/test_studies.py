@@ -1,0 +1,152 @@
+"""Stored studies: their pages, figures and claims say what the files hold; two runs of each are made again."""
+
+import hashlib
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import claims, provenance, recipes, studies
+from legato.compare.analysis import analyse
+from legato.compare.processes import Machine
+from legato.compare.registration import read_study
+from legato.compare.study import run_study
+from legato.lab.measured import measure_seed
+from legato.pages.drawing import draw_svg
+from legato.pages.study_figures import study_figures
+
+ROOT = Path(__file__).parents[2]
+STORED = studies.load_results()
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_stored_study_is_that_of_its_registration_and_its_comparisons_follow_from_its_runs(name: str) -> None:
+    results = STORED[name]
+    file = ROOT / "studies" / f"{name}.toml"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == results["registration"]["sha256"]
+    assert results["complete"] and not results["pilot"] and results["registration"]["registered"] is not None
+    study = read_study(file)
+    assert results["seeds"] == list(study.definition.seeds)
+    again = analyse(study, results["runs"], study.definition.seeds)
+    assert again["verdict"] == results["verdict"]
+    for new, old in zip(again["comparisons"], results["comparisons"], strict=True):
+        assert (new["name"], new["finding"]) == (old["name"], old["finding"])
+        assert new["interval"] == pytest.approx(old["interval"], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_every_study_has_a_reading_with_the_opposite_case_and_figures(name: str) -> None:
+    page = studies.experiment_page(STORED[name])
+    assert "The opposite case" in page and "## Registered comparisons" in page
+    for picture in re.findall(r"\.\./(figures/study-\S+\.svg)", page):
+        assert (ROOT / "docs" / picture).is_file()
+    assert "figures/study-" in page
+
+
+def synthetic_frontier() -> dict[str, Any]:
+    """A complete frontier study: sequence-narrow survives three rates more than token-wide; nothing survives for one arm."""
+    rates = [1e-5, 2e-5, 4e-5, 8e-5, 1.6e-4]
+    survived = {"token-wide": 1, "sequence-narrow": 4, "token-narrow": 2, "sequence-wide": 0}
+    runs = [
+        {
+            "bed": bed,
+            "arm": arm,
+            "seed": seed,
+            "point": {"training.lr": rate},
+            "status": "done" if place < count + (seed % 2 if count else 0) else "collapsed",
+        }
+        for bed in ("mixture", "dense")
+        for arm, count in survived.items()
+        for seed in (200, 201, 202, 203)
+        for place, rate in enumerate(rates)
+    ]
+    return {
+        "complete": True,
+        "endpoint": {"kind": "frontier", "axis": "training.lr"},
+        "beds": {"mixture": [], "dense": []},
+        "arms": {arm: {} for arm in survived},
+        "seeds": [200, 201, 202, 203],
+        "sweep": {"training.lr": rates},
+        "runs": runs,
+    }
+
+
+def test_the_frontier_and_the_two_by_two_show_means_and_intervals_of_the_seeds() -> None:
+    drawn = study_figures(synthetic_frontier())
+    assert set(drawn) == {"frontier", "unit-and-band-mixture", "unit-and-band-dense"}
+    mixture = drawn["frontier"].data[0]
+    by_arm = dict(zip(mixture["x"], mixture["y"], strict=True))
+    # Seeds survive 1, 2, 1, 2 rates: the geometric mean of 1e-5 and 2e-5. Where nothing survives: half the least rate.
+    assert by_arm["token-wide"] == pytest.approx(1e-5 * 2**0.5) and by_arm["sequence-wide"] == pytest.approx(5e-6)
+    token, sequence = drawn["unit-and-band-mixture"].data
+    assert token["y"] == pytest.approx([by_arm["token-wide"], by_arm["token-narrow"]])
+    assert sequence["y"] == pytest.approx([by_arm["sequence-wide"], by_arm["sequence-narrow"]])
+    assert all(up > 0 for up in token["error_y"]["array"])
+    assert draw_svg(drawn["frontier"]).count("<circle") == 8
+    assert study_figures({**synthetic_frontier(), "complete": False}) == {}
+
+
+def test_every_verdict_of_the_ledger_has_a_stored_file_and_a_command() -> None:
+    page = claims.page()
+    for each in claims.load_claims():
+        assert each["verdict"] in claims.VERDICTS and each["why"] and each["claim"] in page
+        if each["verdict"] != "not tested":
+            assert each["command"] in page
+    for name, entry in recipes.record().items():
+        assert (f"- `{name}`" in page) is not bool(entry["stored"])
+    # Figures in circulation that are wrong.
+    assert not any(wrong in page for wrong in ("0.99946", "77.1", "35.0"))
+
+
+def test_a_verdict_without_a_stored_result_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "claims.toml"
+    file.write_text('[[claims]]\nclaim = "c"\npublished = "p"\nverdict = "reproduced"\nwhy = "w"\nresults = "nothing"\n')
+    monkeypatch.setattr(claims, "FILE", file)
+    with pytest.raises(SystemExit, match="stored result"):
+        claims.load_claims()
+
+
+def test_the_commits_of_results_are_recorded() -> None:
+    recorded = json.loads(provenance.FILE.read_text())
+    assert {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")} <= set(recorded)
+
+
+def chosen_runs(name: str) -> list[dict[str, Any]]:
+    """Two stored runs of a study, chosen by a fixed seed."""
+    return random.Random(12).sample(STORED[name]["runs"], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, results in STORED.items() if results.get("measure")])
+def test_two_measured_runs_of_each_study_give_the_stored_numbers_to_the_bit(name: str) -> None:
+    study = read_study(ROOT / "studies" / f"{name}.toml")
+    for stored in chosen_runs(name):
+        measured = {run["name"]: run for run in measure_seed(study, stored["seed"])}
+        assert measured[stored["name"]] == {**stored, "point": dict(stored["point"])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, results in STORED.items() if not results.get("measure")])
+def test_two_trained_runs_of_each_study_give_the_stored_numbers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    made = STORED[name].get("made") or [{"device": STORED[name]["machine"].get("device", "")}]
+    if any("NVIDIA" in str(each["device"]) for each in made):
+        pytest.skip("made on a GPU: `legato study FILE --gpus 0 --only NAME` repeats a run there")
+    study = read_study(ROOT / "studies" / f"{name}.toml")
+    for stored in chosen_runs(name):
+        again = run_study(study, folder=tmp_path / "again", machine=Machine(), only=stored["name"], say=lambda _: None)
+        assert again.exit_code == 0
+        evaluations = [
+            record["eval/accuracy_sampled"]
+            for record in map(
+                json.loads, (again.folder / "runs" / stored["name"] / "metrics.jsonl").read_text().splitlines()
+            )
+            if record.get("kind") == "evaluation"
+        ]
+        assert [round(value, 6) for value in evaluations] == [each["sampled"] for each in stored["evaluations"]]
