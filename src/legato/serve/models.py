@@ -40,6 +40,8 @@ def describe_model(served: Served) -> dict[str, Any]:
         "weight_version": served.weights.name,
         "vocabulary": served.vocabulary,
         "end_token_ids": list(served.end_tokens),
+        # Whether reload_weights takes adapters instead of whole weights.
+        "adapters": hasattr(served.policy.model, "disable_adapter"),
     }
 
 

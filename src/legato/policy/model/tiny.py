@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from legato.core.fields import integer
+from legato.core.fields import flag, integer
 from legato.core.settings import settings
 from legato.errors import InputError
 
@@ -27,6 +27,10 @@ class TinyShape:
     )
     experts: int = integer(default=8, says='Experts per layer ("tiny-moe").', minimum=1)
     experts_per_token: int = integer(default=2, says='Active experts per token ("tiny-moe").', minimum=1)
+    tied: bool = flag(
+        default=True,
+        says="Whether embedding and output layer are one matrix; false for servers that cannot reload a tied one.",
+    )
 
     def check(self) -> None:
         """Check that the heads divide the hidden size and that a token has no more active experts than there are."""
@@ -60,7 +64,7 @@ def tiny_sizes(shape: TinyShape, mixture: bool, vocabulary: int = 3 + len(ALPHAB
         "num_attention_heads": shape.heads,
         "num_key_value_heads": max(1, shape.heads // 2),
         "head_dim": max(16, shape.hidden // shape.heads),
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": shape.tied,
     }
     if not mixture:
         return {**common, "intermediate_size": shape.feed_forward * shape.hidden}
