@@ -18,7 +18,8 @@ from legato.errors import InputError
 from legato.health.actions import HealthSettings
 from legato.health.rules import RULES
 from legato.health.tighten import clip_bounds
-from legato.rollouts.registry import engine_names
+from legato.rollouts.registry import engine_names, is_remote
+from legato.rollouts.servers.http import read_address
 from legato.training.evaluate import measure_names
 
 _LARGEST_EPSILON = 1e-3
@@ -26,6 +27,7 @@ _LARGEST_EPSILON = 1e-3
 
 
 _LARGEST_FLOAT32 = 3.4e38
+_SERVER_ADVICE = "drop it, or sample at servers with rollouts.engine = 'vllm', 'sglang' or 'legato'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,28 @@ def _reward(case: Case) -> Iterator[str]:
 
 
 def _engine(case: Case) -> Iterator[str]:
-    name = case.config.rollouts.engine
+    name, servers = case.config.rollouts.engine, case.config.rollouts.servers
+    if is_import_path(name) or name not in engine_names() or not is_remote(name):
+        for path, given in (("rollouts.servers.urls", servers.urls), ("rollouts.servers.start", servers.start)):
+            if given and not is_import_path(name):
+                yield case.refuse(path, "none with " + case.describe("rollouts.engine"), _SERVER_ADVICE)
+    elif bool(servers.urls) == bool(servers.start):
+        got = "both" if servers.start else "neither"
+        yield (
+            f"rollouts.servers: expected urls or start with {case.describe('rollouts.engine')}, got {got};"
+            " give the addresses of servers, or how many to start"
+        )
+    elif servers.quorum > max(len(servers.urls), servers.start):
+        yield case.refuse(
+            "rollouts.servers.quorum", f"at most {max(len(servers.urls), servers.start)}, the number of servers", "lower it"
+        )
+    if len(set(servers.urls)) < len(servers.urls):
+        yield case.refuse("rollouts.servers.urls", "different addresses", "name each server once")
+    for url in servers.urls:
+        try:
+            read_address(url)
+        except InputError as error:
+            yield f"{case.describe('rollouts.servers.urls')}: {error}"
     if not is_import_path(name) and name not in engine_names():
         yield case.refuse("rollouts.engine", ", ".join(engine_names()), "an engine of your own is written file.py:Name")
 

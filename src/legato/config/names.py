@@ -97,6 +97,7 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
         'feed_forward': {'rule': ('integer', (), {'minimum': 1}), 'needed': False, 'value': None, 'default': '`3`', 'says': 'Width of the feed-forward layers of "tiny", in multiples of `hidden`.', 'resume': 'refused'},
         'experts': {'rule': ('integer', (), {'minimum': 1}), 'needed': False, 'value': None, 'default': '`8`', 'says': 'Experts per layer ("tiny-moe").', 'resume': 'refused'},
         'experts_per_token': {'rule': ('integer', (), {'minimum': 1}), 'needed': False, 'value': None, 'default': '`2`', 'says': 'Active experts per token ("tiny-moe").', 'resume': 'refused'},
+        'tied': {'rule': ('flag', (), {}), 'needed': False, 'value': None, 'default': '`true`', 'says': 'Whether embedding and output layer are one matrix; false for servers that cannot reload a tied one.', 'resume': 'refused'},
     },
     'policy.upcycle': {
         'experts': {'rule': ('integer', (), {'minimum': 2}), 'needed': False, 'value': None, 'default': '`8`', 'says': 'Experts per layer.', 'resume': 'refused'},
@@ -109,7 +110,8 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
         'targets': {'rule': ('texts', (), {}), 'needed': False, 'value': None, 'default': '`[]`', 'says': 'Names of the modules that get adapters; empty: every linear layer except the output layer.', 'resume': 'refused'},
     },
     'rollouts': {
-        'engine': {'rule': ('text', (), {}), 'needed': False, 'value': None, 'default': '`"local"`', 'says': 'The sampling engine: "local" samples from the trained model; or "module:Name" or "file.py:Name" of your own.', 'resume': 'flag'},
+        'engine': {'rule': ('text', (), {}), 'needed': False, 'value': None, 'default': '`"local"`', 'says': 'The sampling engine: "local" samples from the trained model; "vllm", "sglang" and "legato" at servers (rollouts.servers); or "module:Name" or "file.py:Name" of your own.', 'resume': 'flag'},
+        'servers': {'table': 'rollouts.servers', 'allowed': 'a table', 'optional': False, 'several': False, 'needed': False, 'value': None, 'default': 'none', 'says': 'The servers of the engines "vllm", "sglang" and "legato" (docs/engines.md).', 'resume': 'flag'},
         'mismatch': {'table': 'rollouts.mismatch', 'allowed': 'a table', 'optional': False, 'several': False, 'needed': False, 'value': None, 'default': 'none', 'says': 'A sampler that differs from the trainer on purpose; evaluations always sample from the policy itself.', 'resume': 'flag'},
         'samples_per_prompt': {'rule': ('integer', (), {'minimum': 2}), 'needed': False, 'value': None, 'default': '`8`', 'says': 'The size of a group. One response has no siblings to be compared with.', 'resume': 'flag'},
         'temperature': {'rule': ('number', (), {'minimum': 0.001, 'maximum': 100.0}), 'needed': False, 'value': None, 'default': '`1.0`', 'says': 'Of sampling, and of every log-prob.', 'resume': 'flag'},
@@ -121,6 +123,21 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
         'rows_at_once': {'rule': ('integer', (), {'minimum': 1}), 'needed': False, 'value': None, 'default': '`256`', 'says': 'Sequences decoded together: more is faster and needs more memory.', 'resume': 'free'},
         'kv_memory_share': {'rule': ('number', (), {'above': 0.0, 'maximum': 1.0}), 'needed': False, 'value': None, 'default': '`0.5`', 'says': 'On a GPU, the share of the memory training leaves free that keys and values may take; rows_at_once is cut to fit.', 'resume': 'free'},
         'record_routes': {'rule': ('flag_or', ('auto',), {}), 'needed': False, 'value': None, 'default': '`"auto"`', 'says': 'Whether the engine notes the experts of every token it reads, K bytes a layer and token; auto: if there are any.', 'resume': 'flag'},
+    },
+    'rollouts.servers': {
+        'urls': {'rule': ('texts', (), {}), 'needed': False, 'value': None, 'default': '`[]`', 'says': 'Addresses of servers that run already: ["http://10.0.0.2:8000"]. Their key: LEGATO_SERVER_KEY.', 'resume': 'free'},
+        'start': {'rule': ('integer', (), {'minimum': 0, 'maximum': 64}), 'needed': False, 'value': None, 'default': '`0`', 'says': 'How many servers the run starts on this machine, watches and ends; in place of urls.', 'resume': 'free'},
+        'python': {'rule': ('text', (), {'optional': True}), 'needed': False, 'value': None, 'default': 'absent', 'says': "The Python that has vLLM or SGLang installed, for servers that the run starts; absent: the run's own.", 'resume': 'free'},
+        'arguments': {'rule': ('texts', (), {}), 'needed': False, 'value': None, 'default': '`[]`', 'says': 'Further words of the start command: ["--gpu-memory-utilization", "0.8"].', 'resume': 'free'},
+        'devices': {'rule': ('texts', (), {}), 'needed': False, 'value': None, 'default': '`[]`', 'says': "CUDA_VISIBLE_DEVICES of each server that is started; empty: as the run's own.", 'resume': 'free'},
+        'quorum': {'rule': ('integer', (), {'minimum': 1}), 'needed': False, 'value': None, 'default': '`1`', 'says': 'With fewer servers that answer, the run pauses until others come back.', 'resume': 'free'},
+        'request_seconds': {'rule': ('number', (), {'above': 0.0}), 'needed': False, 'value': None, 'default': '`600.0`', 'says': 'How long a server may take for one response, waiting in its queue included.', 'resume': 'free'},
+        'pause_seconds': {'rule': ('number', (), {'minimum': 0.0}), 'needed': False, 'value': None, 'default': '`900.0`', 'says': 'How long the run pauses for want of servers before it saves its state and ends.', 'resume': 'free'},
+        'start_seconds': {'rule': ('number', (), {'above': 0.0}), 'needed': False, 'value': None, 'default': '`600.0`', 'says': 'How long a server that the run starts may take until it answers.', 'resume': 'free'},
+        'publish_seconds': {'rule': ('number', (), {'above': 0.0}), 'needed': False, 'value': None, 'default': '`600.0`', 'says': 'How long a server may take to load new weights.', 'resume': 'free'},
+        'folder': {'rule': ('text', (), {'optional': True}), 'needed': False, 'value': None, 'default': 'absent', 'says': 'Where weights are written for servers to read; on other machines it must be the same folder. Absent: in the run directory.', 'resume': 'free'},
+        'lora': {'rule': ('choice', ('auto', 'adapters', 'merged'), {}), 'needed': False, 'value': None, 'default': '`"auto"`', 'says': 'How adapters (policy.lora) are published: as adapters, or merged into the weights; auto: as adapters where the server takes them.', 'resume': 'free'},
+        'probe_tolerance': {'rule': ('number', (), {'above': 0.0, 'optional': True}), 'needed': False, 'value': None, 'default': 'absent', 'says': 'The largest mean difference between log-probs of trainer and server on the fixed texts that are compared after every publish; absent: 0.001 in float32, 0.05 in 16 bits.', 'resume': 'free'},
     },
     'rollouts.mismatch': {
         'kind': {'rule': ('choice', ('none', 'bf16', 'fp16', 'int8', 'kv-bf16', 'kv-int8', 'perturbed', 'stale'), {}), 'needed': False, 'value': 'none', 'default': '`"none"`', 'says': 'What differs: precision of the weights or of stored keys and values, noise on the weights, or their age.', 'resume': 'flag'},
@@ -321,7 +338,10 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         'value': {'says': 'coefficient * 0.5 * max((v - R)^2, (v_clip - R)^2), v_clip = v_old + clamp(v - v_old, -clip, clip); a token mean. R are the returns of the unwhitened advantages.', 'fields': {'clip': {'rule': ('number', (), {'above': 0.0, 'infinite': True}), 'needed': False, 'value': None, 'default': '`0.5`', 'says': 'Largest move of a value away from its old one.', 'resume': None}, 'coefficient': {'rule': ('number', (), {'minimum': 0.0}), 'needed': False, 'value': None, 'default': '`0.5`', 'says': 'Weight of the value loss.', 'resume': None}}},
     },
     'engine': {
+        'legato': {'says': 'Samples at one or many `legato serve`, given by address or started by the run.', 'fields': {}},
         'local': {'says': 'Samples from the very tensors being trained: on a GPU with captured graphs, elsewhere in plain PyTorch.', 'fields': {}},
+        'sglang': {'says': 'Samples at one or many SGLang servers (0.5.11 and later). It was never run against a real one.', 'fields': {}},
+        'vllm': {'says': 'Samples at one or many vLLM servers (0.28 and later), given by address or started by the run.', 'fields': {}},
     },
 }
 

@@ -19,6 +19,7 @@ from legato.rollouts.engine import EngineSettings, ResponseSettings
 from legato.rollouts.mismatch import Mismatch
 from legato.rollouts.render import ChatSettings, SystemPrompt
 from legato.rollouts.sampling import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Sampling
+from legato.rollouts.servers.settings import ServerSettings
 from legato.tasks.source import SourceSettings
 from legato.training.collect import GroupSettings, PromptSettings, ResamplingSettings
 from legato.training.optimizer import OptimizerSettings
@@ -129,11 +130,16 @@ class Rollouts(GroupSettings, Sampling, ResponseSettings, EngineSettings):
 
     engine: str = text(
         default="local",
-        says='The sampling engine: "local" samples from the trained model; or "module:Name" or "file.py:Name" of your own.',
+        says='The sampling engine: "local" samples from the trained model; "vllm", "sglang" and "legato" at servers'
+        ' (rollouts.servers); or "module:Name" or "file.py:Name" of your own.',
     )
     # A greedy sampler has no ratio, and below 0.001 float32 log-probs cannot tell one ratio from another. Evaluations have
     # their own temperature.
     temperature: float = narrow(Sampling, "temperature", minimum=1e-3, maximum=HIGHEST_TEMPERATURE)
+    servers: ServerSettings = table(
+        default_factory=ServerSettings,
+        says='The servers of the engines "vllm", "sglang" and "legato" (docs/engines.md).',
+    )
     mismatch: Mismatch = table(
         default_factory=Mismatch,
         says="A sampler that differs from the trainer on purpose; evaluations always sample from the policy itself.",

@@ -1,7 +1,8 @@
 """The interface of a sampling engine: prompts with seeds in, sampled responses out."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -223,6 +224,20 @@ class Capabilities:
     """`decode_briefly` returns after a few tokens and reports responses that are still being decoded."""
 
 
+def _say_nothing(text: str) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlace:
+    """Where an engine may write, and how it speaks to the user."""
+
+    folder: Path
+    """A folder of the run's own. It may not exist yet."""
+    say: Callable[[str], None] = _say_nothing
+    """Shows a line on the terminal and stores it with the run."""
+
+
 class Engine:
     """A source of responses. Subclasses define `submit`, `poll` and `cancel`; the rest has defaults.
 
@@ -272,6 +287,16 @@ class Engine:
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over new policy weights. An engine that samples from the policy's own tensors only records the version."""
         self.version = version
+
+    def open(self, place: "EnginePlace") -> None:
+        """Called once before a run samples: an engine that needs processes or files makes them here."""
+
+    def close(self) -> None:
+        """Called once when the run ends, whatever ended it."""
+
+    def metrics(self) -> dict[str, float]:
+        """What the engine measured since this was last called, by the keys of the run's metrics."""
+        return {}
 
     # For a server. An engine with the capability `partial` overrides these.
 

@@ -15,6 +15,7 @@ import functools
 import pkgutil
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import ClassVar
 
 import legato.rollouts
 from legato.core.importing import is_import_path, make_imported
@@ -23,6 +24,7 @@ from legato.errors import InputError
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Engine, EngineSettings
 from legato.rollouts.mismatch import Mismatch
+from legato.rollouts.servers.settings import ServerSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,10 @@ class EngineOptions(EngineSettings):
     """Whether the engine must hold weights of its own, because the policy's are divided among ranks."""
     run_seed: int = 0
     """Seed of the run. Requests carry the seeds of their responses."""
+    context_tokens: int = 0
+    """The most tokens of a prompt with its response; 0: not known."""
+    servers: ServerSettings = field(default_factory=ServerSettings)
+    """The servers of engines that sample elsewhere."""
 
     @property
     def records_routes(self) -> bool:
@@ -48,6 +54,8 @@ class EngineKind(Part):
     """A kind of engine, selected by `rollouts.engine`."""
 
     __slots__ = ()
+    remote: ClassVar[bool] = False
+    """Whether it samples at servers, whose weights are not those of this process until they are published."""
 
     def build(self, policy: Policy, options: EngineOptions) -> Engine:
         """The engine for a policy."""
@@ -66,6 +74,12 @@ def engine_names() -> list[str]:
     """The engines that `rollouts.engine` may name."""
     _register_engines()
     return names("engine")
+
+
+def is_remote(name: str) -> bool:
+    """Whether an engine of ours samples at servers."""
+    _register_engines()
+    return not is_import_path(name) and name in names("engine") and bool(getattr(lookup("engine", name), "remote", False))
 
 
 def build_engine(name: str, policy: Policy, options: EngineOptions) -> Engine:

@@ -6,7 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from legato.run.memory import decide_checkpointing
 from legato.run.origin import prepare
 from legato.run.plan import describe_plan
 from legato.run.room import Pause
+from legato.run.sampler import EngineVoice, closing_engine
 from legato.run.sizes import check_sizes
 from legato.run.watcher import DisplaySettings, GuardedWatcher, Silent, Watcher
 from legato.tasks.source import Source
@@ -258,7 +259,7 @@ def _start(
         )
     if dry_run:
         return replace(_show_plan(resolved, policy, source, held_out, watcher), rank=world.rank)
-    with _directory_of(world, resolved, begin_again) as directory:
+    with _directory_of(world, resolved, begin_again) as directory, closing_engine(collector):
         ranks.observe(world, config, directory)
         _record_environment(directory, resolved, policy.device)  # first: it marks the folder as a run's (`records/begun.py`)
         directory.write_config(dump(resolved))
@@ -271,6 +272,8 @@ def _start(
         start_record = _start_record(resolved, given, directory, policy.name, told, code)
         start_record["started"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         directory.append_metrics(start_record)
+        voice = EngineVoice(directory, watcher)
+        voice.begin(lambda: 0)
         watcher.configure(_display_settings(resolved))
         shown = [*told, *_deviation_lines(resolved), *_early_end(resolved)]
         watcher.start(f"{directory.name}: {resolved.algorithm.name} on {policy.name}", shown)
@@ -278,6 +281,7 @@ def _start(
             pause = Pause(watcher.message, lambda: interrupt.received is not None)
             try:
                 with waiting_for_room(pause):
+                    collector.runner.engine.open(voice.place)
                     reference, hashes = prepare(resolved, given, policy, source, collector, directory, watcher)
             except (KeyboardInterrupt, OtherRankError) as error:
                 if not ranks.is_interrupted(world, interrupt, error):
@@ -298,6 +302,7 @@ def _start(
             start_record=start_record,
             notes_shown=notes_shown,
         )
+        voice.begin(lambda: execution.trainer.steps_done)
         return _finish(execution)
 
 
@@ -337,7 +342,7 @@ def _has_trained(directory: RunDirectory) -> bool:
 
 _BEFORE_TRAINING = {
     *(".lock", "config.toml", "environment.json", "metrics.jsonl", "reference"),
-    *("tensorboard", "wandb", "tracker.json"),
+    *("tensorboard", "wandb", "tracker.json", "servers"),
 }
 """What a run writes before its first evaluation."""
 
@@ -484,7 +489,7 @@ def _resume(
     wanted: Resolved | None,
 ) -> Run:
     watcher = GuardedWatcher(shown)
-    with _directory_to_resume(world, path) as (directory, restored):
+    with _directory_to_resume(world, path) as (directory, restored), ExitStack() as engines:
         _check_files(directory)
         search_beside(directory.code())
         before = load([directory.config_path])
@@ -525,6 +530,7 @@ def _resume(
         decide_checkpointing(resolved, policy, world)
         date = state["made_of"].get("date")
         collector = wire.collector_of(config, policy, source, reward, date=date, world=world)
+        engines.enter_context(closing_engine(collector))
         if collector.runner.rendering.asks_for_date:
             policy.notes.append(inputs.date_note(date))
         reference = _rebuild_reference(resolved, given, policy, directory) if wants_reference else None
@@ -555,6 +561,8 @@ def _resume(
         held_out = wire.held_out_of(config, source, collector.runner.rendering, policy.notes)
         sets = wire.sets_of(config, policy, collector.evaluation or collector.runner, collector.judge, world)
         ranks.compare_evaluations(world, held_out, sets)
+        voice = EngineVoice(directory, watcher)
+        collector.runner.engine.open(voice.place)
         loggers = _loggers(resolved, directory, watcher, int(state["trainer"]["steps_done"]))
         moved: list[str] = []
         if directory.writes:
@@ -578,6 +586,7 @@ def _resume(
             start_record=start_record,
             seconds_before=seconds_of_training(directory.metrics()) if directory.writes else 0.0,
         )
+        voice.begin(lambda: execution.trainer.steps_done)
         with checkpoint.explain_contents(folder):
             execution.load_state(state)
         if words or wanted:

@@ -30,7 +30,7 @@ from legato.rewards.trl import AsyncTrlReward, Schedule, TrlReward, adapt_trl_re
 from legato.rollouts.engine import Engine, Limits
 from legato.rollouts.episodes import Environment, Runner, SingleTurn
 from legato.rollouts.mismatch import Mismatch
-from legato.rollouts.registry import EngineOptions, build_engine
+from legato.rollouts.registry import EngineOptions, build_engine, is_remote
 from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
 from legato.run.sizes import check_weights
@@ -245,6 +245,11 @@ def _engines(config: Config, policy: Policy, *, trains: bool, world: World | Non
     """The sampling engine, and a separate engine for evaluations if the sampler differs from the policy."""
     world = world or OneProcess()
     copied, name = divides_layers(config, world), config.rollouts.engine
+    if world.size > 1 and is_remote(name):
+        raise InputError(
+            f"expected one process with rollouts.engine = {name!r}, got {world.size}: servers are fed by one trainer; start"
+            " the run without torchrun, or use rollouts.engine=local"
+        )
     options = replace(_engine_options(config, policy, trains=trains, ranks=world.size), copied=copied)
     if options.mismatch.kind == "none":
         engine = build_engine(name, policy, options)
@@ -272,7 +277,9 @@ def _engines(config: Config, policy: Policy, *, trains: bool, world: World | Non
 def sampling_engine(config: Config, policy: Policy) -> Engine:
     """The engine for a policy that is sampled but not trained."""
     options = replace(_engine_options(config, policy, trains=False), mismatch=Mismatch(), record_routes=False)
-    engine = build_engine(config.rollouts.engine, policy, options)
+    # Servers belong to the run that trains: what is only sampled is sampled here.
+    name = "local" if is_remote(config.rollouts.engine) else config.rollouts.engine
+    engine = build_engine(name, policy, options)
     if engine.capabilities.holds_weights:
         engine.publish(policy.model.named_parameters(), engine.version)
     return engine
@@ -289,7 +296,21 @@ def _engine_options(config: Config, policy: Policy, *, trains: bool, ranks: int 
             ranks=ranks,
             layers=ranks > 1 and training.shard == "layers",
         )
-    return select(EngineOptions, [rollouts], mismatch=rollouts.mismatch, training_bytes=later, run_seed=training.seed)
+    return select(
+        EngineOptions,
+        [rollouts],
+        mismatch=rollouts.mismatch,
+        training_bytes=later,
+        run_seed=training.seed,
+        servers=rollouts.servers,
+        context_tokens=config.policy.max_prompt_tokens + longest_response(config),
+    )
+
+
+def longest_response(config: Config) -> int:
+    """The most tokens of a response, in training and in evaluations."""
+    sets = [each.max_response_tokens or 0 for each in config.evaluation.sets.values()]
+    return max([config.rollouts.max_response_tokens, *sets])
 
 
 def check_engine(config: Config, policy: Policy, engine: Engine) -> None:

@@ -124,6 +124,7 @@ class Collector:
             starts = [self._draw(tally) for _ in range(count - len(groups))]
             groups += [group for group in self._sample_groups(starts, tally) if group is not None]
         self._check_scored(tally)
+        tally.sampler = self.runner.engine.metrics()
         return groups, tally
 
     def _check_scored(self, tally: Tally) -> None:

@@ -118,7 +118,7 @@ def rollout_metrics(tally: Tally) -> dict[str, float]:
         "prompts/too_long": float(tally.too_long),
         "tokens/response": sum(lengths),
     }
-    return metrics | {f"reward/{name}": _mean(values) for name, values in tally.components.items()}
+    return metrics | {f"reward/{name}": _mean(values) for name, values in tally.components.items()} | tally.sampler
 
 
 def update_metrics(sums: Sums, own: Sequence[Sums], updates: Sequence[UpdateNumbers], lr: float) -> dict[str, float]:

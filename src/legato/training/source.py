@@ -37,6 +37,8 @@ class Tally:
     too_long: int = 0
     rounds: int = 0
     components: dict[str, list[float]] = field(default_factory=dict)
+    sampler: dict[str, float] = field(default_factory=dict)
+    """What the engine measured, by the keys of metrics."""
 
 
 @runtime_checkable

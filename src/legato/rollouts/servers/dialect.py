@@ -5,7 +5,7 @@ of them finite, ids of the vocabulary, an end that fits the tokens, and a versio
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,8 @@ class Ask:
             "temperature": self.sampling.temperature,
             "logprobs": 0,
             "stop_token_ids": list(self.limits.end_tokens),
+            # The limits name every token that ends a response: those of the server's own configuration do not count.
+            "ignore_eos": True,
         }
         if self.sampling.top_p < 1.0:
             parameters["top_p"] = self.sampling.top_p
@@ -60,8 +62,25 @@ class Ask:
         return {"request_id": self.name, "token_ids": list(self.prompt), "sampling_params": parameters}
 
 
-def read_reply(reply: Mapping[str, Any], ask: Ask, tokenizer: Any, vocabulary: int) -> Response:
-    """The response in a reply; BadReplyError if it cannot be one to what was asked."""
+def version_number(name: Any) -> int:
+    """The version that a name stands for: its number, or UNKNOWN_VERSION."""
+    text = str(name)
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else UNKNOWN_VERSION
+
+
+def read_reply(
+    reply: Mapping[str, Any],
+    ask: Ask,
+    tokenizer: Any,
+    vocabulary: int,
+    version_of: Callable[[Any], int] = version_number,
+    *,
+    kept: bool = True,
+) -> Response:
+    """The response in a reply; BadReplyError if it cannot be one to what was asked.
+
+    `version_of` reads the server's names of weights. `kept`: whether the server says how much truncation kept.
+    """
     # vLLM puts a word before the id.
     if not str(reply.get("request_id")).endswith(ask.name):
         raise BadReplyError(f"expected the reply to request {ask.name}, got that to {str(reply.get('request_id'))[:100]}")
@@ -69,9 +88,30 @@ def read_reply(reply: Mapping[str, Any], ask: Ask, tokenizer: Any, vocabulary: i
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise BadReplyError(f"expected one choice, got {str(choices)[:200]}")
     choice = choices[0]
-    tokens = _read_tokens(choice.get("token_ids"), ask, vocabulary)
+    tokens = read_tokens(choice.get("token_ids"), ask, vocabulary)
     logprobs = _read_logprobs(choice.get("logprobs"), tokens)
-    stop = _read_stop(choice.get("finish_reason"), tokens, ask.limits)
+    stop = read_stop(choice.get("finish_reason"), tokens, ask.limits)
+    return make_response(
+        tokens,
+        logprobs,
+        stop,
+        ask,
+        tokenizer,
+        read_versions(choice.get("weight_versions"), len(tokens), version_of),
+        _read_kept(choice.get("kept_logmass"), tokens, ask.sampling) if kept else None,
+    )
+
+
+def make_response(
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    stop: StopReason,
+    ask: Ask,
+    tokenizer: Any,
+    version: Tensor,
+    kept_logmass: Tensor | None,
+) -> Response:
+    """A response of checked tokens. Its text is decoded here; the tokens are those of the server."""
     visible = tokens[: len(tokens) - (stop is StopReason.END_TOKEN)]
     text: str = tokenizer.decode(visible, skip_special_tokens=True)
     if stop is StopReason.STOP_STRING:
@@ -82,14 +122,15 @@ def read_reply(reply: Mapping[str, Any], ask: Ask, tokenizer: Any, vocabulary: i
     return Response(
         tokens=torch.tensor(tokens, dtype=torch.int64),
         logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        kept_logmass=_read_kept(choice.get("kept_logmass"), tokens, ask.sampling),
+        kept_logmass=kept_logmass,
         text=text,
         stop=stop,
-        version=read_versions(choice.get("weight_versions"), len(tokens)),
+        version=version,
     )
 
 
-def _read_tokens(values: Any, ask: Ask, vocabulary: int) -> list[int]:
+def read_tokens(values: Any, ask: Ask, vocabulary: int) -> list[int]:
+    """Token ids, checked against what was asked."""
     most = ask.limits.max_response_tokens
     if not isinstance(values, list) or not 1 <= len(values) <= most:
         count = len(values) if isinstance(values, list) else "none"
@@ -114,11 +155,16 @@ def _read_logprobs(table: Any, tokens: Sequence[int]) -> list[float]:
         known = entry.get("token_id", token) if isinstance(entry, dict) else token
         if known != token:
             raise BadReplyError(f"expected the log-prob of token {token}, got that of {known!r}")
-        bad = isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
-        if bad or value > ABOVE_ZERO or value == NO_LOGPROB:  # type: ignore[operator]
-            raise BadReplyError(f"expected a log-prob of at most 0, got {value!r}")
-        logprobs.append(min(0.0, float(value)))  # type: ignore[arg-type]
+        logprobs.append(read_logprob(value))
     return logprobs
+
+
+def read_logprob(value: Any) -> float:
+    """The log-prob of a token, checked."""
+    bad = isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
+    if bad or value > ABOVE_ZERO or value == NO_LOGPROB:
+        raise BadReplyError(f"expected a log-prob of at most 0, got {value!r}")
+    return min(0.0, float(value))
 
 
 def _read_kept(values: Any, tokens: Sequence[int], sampling: Sampling) -> Tensor | None:
@@ -132,7 +178,8 @@ def _read_kept(values: Any, tokens: Sequence[int], sampling: Sampling) -> Tensor
     return torch.tensor(values, dtype=torch.float32)
 
 
-def _read_stop(reason: Any, tokens: Sequence[int], limits: Limits) -> StopReason:
+def read_stop(reason: Any, tokens: Sequence[int], limits: Limits) -> StopReason:
+    """Why a response ended, from a server's "stop" or "length"."""
     ended = tokens[-1] in limits.end_tokens
     if reason == "stop":
         return StopReason.END_TOKEN if ended else StopReason.STOP_STRING
@@ -141,7 +188,7 @@ def _read_stop(reason: Any, tokens: Sequence[int], limits: Limits) -> StopReason
     raise BadReplyError(f"expected a response that ended, got {len(tokens)} tokens and finish_reason {reason!r}")
 
 
-def read_versions(spans: Any, count: int) -> Tensor:
+def read_versions(spans: Any, count: int, version_of: Callable[[Any], int] = version_number) -> Tensor:
     """[count]: the version of each token from spans {version, start, end}; BadReplyError unless they cover all tokens."""
     versions = torch.full((count,), UNKNOWN_VERSION, dtype=torch.int64)
     if spans is None:
@@ -152,14 +199,8 @@ def read_versions(spans: Any, count: int) -> Tensor:
         end = given.get("end")
         if given.get("start") != place or not isinstance(end, int) or not place < end <= count:
             raise BadReplyError(f"expected versions for {count} tokens, got {str(spans)[:200]}")
-        versions[place:end] = version_number(given.get("version"))
+        versions[place:end] = version_of(given.get("version"))
         place = end
     if place != count:
         raise BadReplyError(f"expected versions for {count} tokens, got {str(spans)[:200]}")
     return versions
-
-
-def version_number(name: Any) -> int:
-    """The version that a name stands for: its number, or UNKNOWN_VERSION."""
-    text = str(name)
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else UNKNOWN_VERSION

@@ -37,6 +37,8 @@ class ServerModel:
     vocabulary: int | None
     """None: it does not say (vLLM)."""
     version: str | None
+    adapters: bool = False
+    """Whether it takes the adapters of LoRA instead of whole weights."""
 
 
 def ask_model(client: HttpClient, seconds: float = 30.0) -> ServerModel:
@@ -48,7 +50,8 @@ def ask_model(client: HttpClient, seconds: float = 30.0) -> ServerModel:
     card = cards[0]
     sizes = [card.get(name) if isinstance(card.get(name), int) else None for name in ("max_model_len", "vocabulary")]
     version = card.get("weight_version")
-    return ServerModel(card["id"], sizes[0], sizes[1], version if isinstance(version, str) else None)
+    name = version if isinstance(version, str) else None
+    return ServerModel(card["id"], sizes[0], sizes[1], name, card.get("adapters") is True)
 
 
 class ServerEngine(JobEngine):

@@ -69,6 +69,10 @@ class HttpClient:
         """The JSON object that answers a body."""
         return self._ask("POST", path, body, seconds)
 
+    def tell(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, seconds: float) -> None:
+        """A request whose answer is its status alone: some servers send an empty body or plain text."""
+        self._fetch(method, path, body, seconds)
+
     def stream(self, path: str, body: Mapping[str, Any], *, seconds: float) -> Iterator[dict[str, Any]]:
         """The JSON objects that a server sends as events, until `[DONE]`. A stream that ends without it is an error."""
         deadline = time.monotonic() + seconds
@@ -95,6 +99,10 @@ class HttpClient:
             connection.close()
         self._all.clear()
 
+    def release(self) -> None:
+        """Close the connection of this thread, which is about to end."""
+        self._drop()
+
     def _drop(self) -> None:
         """Close the connection of this thread."""
         connection = getattr(self._own, "connection", None)
@@ -104,6 +112,9 @@ class HttpClient:
             connection.close()
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
+        return _parse(self._fetch(method, path, body, seconds))
+
+    def _fetch(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
         deadline = time.monotonic() + seconds
         try:
             connection, response = self._open(method, path, body, deadline)
@@ -114,7 +125,7 @@ class HttpClient:
             raise
         if response.status != 200:
             raise _error_of(response.status, data, response.headers)
-        return _parse(data)
+        return data
 
     def _open(
         self, method: str, path: str, body: Mapping[str, Any] | None, deadline: float
