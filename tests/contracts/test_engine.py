@@ -6,7 +6,9 @@
 may differ between batches by BETWEEN_BATCHES, and from the policy's own score by the tolerance of its dtype.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain
@@ -34,6 +36,9 @@ BETWEEN_BATCHES = 1e-4
 PIPED = f"{Path(__file__).parents[2] / 'examples' / 'piped_engine.py'}:PipedEngine"
 SLOTS = "slots"
 """The engine of a GPU, its kernels replaced by torch and its graphs switched off."""
+
+FLEET = "fleet"
+"""Two `legato serve` in this process, and the engine that spreads requests over them."""
 
 LIMITS = Limits(max_response_tokens=12, end_tokens=(1,))
 
@@ -70,7 +75,8 @@ def subjects(config: pytest.Config) -> list[str]:
     if own is not None:
         return [own]
     registry._register_engines()
-    return [*names("engine"), PIPED, *([SLOTS] if find_spec("triton") else [])]
+    own = [name for name in names("engine") if not registry.is_remote(name)]
+    return [*own, PIPED, *([SLOTS] if find_spec("triton") else []), *([FLEET] if find_spec("starlette") else [])]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -82,11 +88,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     policy = random_policy()
-    with pytest.MonkeyPatch.context() as patch:
-        yield Subject(policy, start_engine(request.param, policy, patch))
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        yield Subject(policy, start_engine(request.param, policy, patch, stack))
 
 
-def start_engine(name: str, policy: Policy, patch: pytest.MonkeyPatch, **options: Any) -> Engine:
+def start_engine(name: str, policy: Policy, patch: pytest.MonkeyPatch, stack: ExitStack, **options: Any) -> Engine:
+    if name == FLEET:
+        from tests.fleet.serving import fleet_of, servers
+
+        others = [copy.deepcopy(policy) for _ in range(2)]
+        started, _ = stack.enter_context(servers(others))
+        return stack.enter_context(fleet_of(policy, started))
     if name != SLOTS:
         return build_engine(name, policy, EngineOptions(rows_at_once=8, **options))
     from legato.rollouts.gpu.engine import GraphedEngine
@@ -504,8 +516,8 @@ def test_routes_are_recorded_if_the_engine_says_so(subject: Subject, request: py
     """On a mixture of experts: the routes of prompt and response without the last token."""
     policy = random_policy("tiny-moe")
     name = request.node.callspec.params["subject"]
-    with pytest.MonkeyPatch.context() as patch:
-        engine = start_engine(name, policy, patch, record_routes=True)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        engine = start_engine(name, policy, patch, stack, record_routes=True)
         (single,) = requests(5)
         (row,) = engine.generate([single], Sampling(), LIMITS)
         for response in row:

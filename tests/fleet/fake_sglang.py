@@ -1,0 +1,134 @@
+"""A server with the request schema of SGLang 0.5.23 over our own engine. It refuses fields that the schema does not have."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from legato.core.rollout import StopReason
+from legato.policy.model.load import copy_weights, read_weights
+from legato.policy.policy import Policy
+from legato.rollouts.engine import Limits, Request
+from legato.rollouts.sampling import Sampling
+from legato.rollouts.scoring import score_texts
+from tests.serve.running import plain_engine
+
+GENERATE = {"rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len"}
+SAMPLING = {
+    *("max_new_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "n", "ignore_eos"),
+    *("no_stop_trim", "sampling_seed"),
+}
+UPDATE = {"model_path", "weight_version", "flush_cache", "abort_all_requests"}
+
+
+class FakeSglang:
+    """One server on a free port of loopback."""
+
+    def __init__(self, policy: Policy, *, version: str = "0.5.23") -> None:
+        self.policy, self.version = policy, version
+        self.engine, self.lock = plain_engine(policy), threading.Lock()
+        self.weight_version, self.paused, self.calls = "default", False, list[str]()
+        self.takes_weights = True
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self._answer(None)
+
+            def do_POST(self) -> None:
+                length = int(self.headers.get("content-length") or 0)
+                self._answer(json.loads(self.rfile.read(length) or b"{}"))
+
+            def _answer(self, body: Any) -> None:
+                try:
+                    status, reply = 200, owner.answer(self.path, body)
+                except KeyError as error:
+                    status, reply = 422, {"error": {"message": f"unknown field or path {error}"}}
+                data = json.dumps(reply).encode() if reply is not None else b""
+                self.send_response(status)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def answer(self, path: str, body: Any) -> Any:
+        self.calls.append(path)
+        if path == "/health":
+            return None
+        if path == "/server_info":
+            return {"version": self.version, "context_length": 256}
+        if path == "/model_info":
+            return {"model_path": "fake", "weight_version": self.weight_version}
+        if path == "/pause_generation":
+            assert body == {"mode": "retract"}
+            self.paused = True
+            return {"message": "Generation paused successfully.", "status": "ok"}
+        if path == "/continue_generation":
+            self.paused = False
+            return {"message": "Generation continued successfully.", "status": "ok"}
+        if path == "/update_weights_from_disk":
+            return self._update(body)
+        if path == "/generate":
+            return self._generate(body)
+        raise KeyError(path)
+
+    def _update(self, body: dict[str, Any]) -> dict[str, Any]:
+        if unknown := set(body) - UPDATE:
+            raise KeyError(unknown)
+        assert self.paused
+        with self.lock:
+            if self.takes_weights:
+                copy_weights(self.policy, read_weights(self.policy, Path(body["model_path"])))
+                self.engine.publish(self.policy.model.named_parameters(), self.engine.version + 1)
+            self.weight_version = body["weight_version"]
+        return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        parameters = body["sampling_params"]
+        if unknown := (set(body) - GENERATE) | (set(parameters) - SAMPLING):
+            raise KeyError(unknown)
+        prompt = torch.tensor(body["input_ids"])
+        ends = () if parameters.get("ignore_eos") else (1, *parameters.get("stop_token_ids", ()))
+        limits = Limits(
+            max_response_tokens=parameters["max_new_tokens"], end_tokens=ends, stop=tuple(parameters.get("stop", ()))
+        )
+        sampling = Sampling(temperature=parameters["temperature"])
+        with self.lock:
+            request = Request(prompt=prompt, seeds=(parameters["sampling_seed"],))
+            ((response,),) = self.engine.generate([request], sampling, limits)
+            (scores,) = score_texts(self.policy, [prompt])
+            name = self.weight_version
+        tokens = response.tokens.tolist()
+        length = {"type": "length", "length": len(tokens)}
+        stopped = {"type": "stop", "matched": tokens[-1]}
+        meta: dict[str, Any] = {
+            "id": body["rid"],
+            "finish_reason": length if response.stop is StopReason.LENGTH else stopped,
+            "weight_version": name,
+            "weight_versions": [{"version": name, "start": 0, "end": len(tokens)}],
+            "output_token_logprobs": [
+                [value, token, None] for value, token in zip(response.logprobs.tolist(), tokens, strict=True)
+            ],
+        }
+        if body.get("logprob_start_len") == 0:
+            values = [None, *scores.logprobs.tolist()]
+            meta["input_token_logprobs"] = [
+                [value, token, None] for value, token in zip(values, prompt.tolist(), strict=True)
+            ]
+        return {"text": response.text, "output_ids": tokens, "meta_info": meta}

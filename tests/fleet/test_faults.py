@@ -1,0 +1,134 @@
+"""A fleet over `legato serve` with faults: each is a retry, a drop or one clear error, and is counted."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from legato.errors import InputError
+from legato.policy.policy import Policy
+from legato.rollouts.engine import Limits, Request
+from legato.rollouts.sampling import Sampling
+from legato.rollouts.servers.fleet import Fleet
+from legato.rollouts.servers.member import State
+from tests.fleet.serving import two_servers
+from tests.serve.running import chat_policy, make_served, plain_engine
+
+LIMITS = Limits(max_response_tokens=8, end_tokens=(1, 82))
+SAMPLING = Sampling(temperature=0.8)
+
+
+def requests(count: int, each: int = 2) -> list[Request]:
+    source = torch.Generator().manual_seed(count)
+    return [
+        Request(
+            prompt=torch.randint(3, 80, (4 + place,), generator=source), seeds=tuple(range(10 * place, 10 * place + each))
+        )
+        for place in range(count)
+    ]
+
+
+def assert_right(fleet: Fleet, policy: Policy, batch: list[Request]) -> None:
+    expected = plain_engine(policy).generate(batch, SAMPLING, LIMITS)
+    for row, other in zip(fleet.generate(batch, SAMPLING, LIMITS), expected, strict=True):
+        assert [each.tokens.tolist() for each in row] == [each.tokens.tolist() for each in other]
+        assert all(torch.allclose(one.logprobs, two.logprobs, atol=1e-4) for one, two in zip(row, other, strict=True))
+
+
+def test_passing_faults_cost_a_retry_and_no_response() -> None:
+    """All in one fleet: each fault is injected alone, and counted."""
+    kinds = ("slow", "silent", "status", "closed", "lost", "truncated", "foreign-tokens", "missing-token", "nan", "repeated")
+    with two_servers(request_seconds=0.6) as (fleet, policy, _, plans):
+        assert_right(fleet, policy, requests(4))
+        for kind in (*kinds, "garbage", "twice"):
+            fleet.metrics()
+            plans[0].done.clear()
+            plans[0].add(kind, seconds=0.9 if kind == "silent" else 0.1)
+            assert_right(fleet, policy, requests(2))
+            assert plans[0].done == [kind]
+            counted = fleet.metrics()
+            assert counted["servers/retries"] == (0 if kind in ("slow", "twice") else 1), kind
+            assert counted["servers/drops"] == 0, kind
+        plans[0].add("status", status=429, headers={"retry-after": "0.1"})
+        assert_right(fleet, policy, requests(6))
+        assert fleet.servers[0].strikes == 0, "a busy server has not failed"
+
+
+def test_a_server_that_always_fails_is_dropped_and_taken_back() -> None:
+    with two_servers() as (fleet, policy, _, plans):
+        fleet.publish(policy.model.named_parameters(), 1)
+        plans[0].add("nan", times=10**6)
+        assert_right(fleet, policy, requests(8))
+        assert fleet.servers[0].state is State.DOWN and fleet.metrics()["servers/drops"] == 1
+        plans[0].faults.clear()
+        for _ in range(200):
+            assert_right(fleet, policy, requests(2))
+            if fleet.servers[0].state is State.UP:
+                break
+        assert fleet.metrics()["servers/rejoins"] == 1
+
+
+def test_a_server_that_restarts_comes_back_with_the_current_weights() -> None:
+    with two_servers() as (fleet, policy, started, plans):
+        fleet.publish(policy.model.named_parameters(), 3)
+        handles = fleet.submit(requests(10), SAMPLING, LIMITS)
+        started[0].restart(make_served(chat_policy(9)))
+        finished: dict[Any, Any] = {}
+        while len(finished) < len(handles):
+            finished |= {one.handle: one.responses for one in fleet.poll()}
+        expected = plain_engine(policy).generate(requests(10), SAMPLING, LIMITS)
+        for handle, row in zip(handles, expected, strict=True):
+            assert [each.tokens.tolist() for each in finished[handle]] == [each.tokens.tolist() for each in row]
+            assert {int(each.version.unique()) for each in finished[handle]} == {3}
+        for _ in range(200):
+            assert_right(fleet, policy, requests(8))
+            if fleet.servers[0].counts.rejoins:
+                break
+        assert fleet.servers[0].state is State.UP and plans is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("temperature", r"the server's log-probs are not those of its tokens at temperature 0\.7"),
+        ("wrong-tokens", "the server's log-probs are not those of its tokens"),
+        ("stale", r"the server did not take the weights: its log-probs differ from the trainer's by \S+ on average"),
+    ],
+)
+def test_what_no_single_reply_shows_is_found_by_the_probe(kind: str, message: str) -> None:
+    with two_servers() as (fleet, policy, _, plans):
+        fleet.publish(policy.model.named_parameters(), 1)
+        with torch.no_grad():
+            policy.model.get_decoder().norm.weight.mul_(1.3)
+        # The probe scores three texts, then samples one response.
+        plans[1].add(kind, times=1, after=0 if kind == "stale" else 3)
+        fleet.publish(policy.model.named_parameters(), 2)  # a trainer in the middle of a step goes on
+        with pytest.raises(InputError, match=message):
+            fleet.submit(requests(1), SAMPLING, LIMITS)
+
+
+def test_a_small_move_that_a_server_did_not_follow_is_found() -> None:
+    """One update moves log-probs by less than the tolerance: the server's have not moved at all."""
+    with two_servers(probe_tolerance=0.5) as (fleet, policy, _, plans):
+        fleet.publish(policy.model.named_parameters(), 1)
+        for version, stale in ((2, False), (3, True)):
+            with torch.no_grad():
+                policy.model.get_decoder().norm.weight.mul_(1.001)
+            if stale:
+                plans[0].add("stale")
+            fleet.publish(policy.model.named_parameters(), version)
+        with pytest.raises(InputError, match=r"of the fixed texts moved by \S+ on average, the server's"):
+            fleet.poll()
+
+
+def test_a_server_that_cannot_load_is_dropped_and_one_that_refuses_ends_the_run() -> None:
+    with two_servers() as (fleet, policy, _, plans):
+        fleet.publish(policy.model.named_parameters(), 1)
+        plans[0].add("status", path="/collective_rpc")
+        fleet.publish(policy.model.named_parameters(), 2)
+        assert fleet.servers[0].state is State.DOWN
+        assert_right(fleet, policy, requests(3))
+        plans[1].add("status", status=400, path="/collective_rpc")
+        fleet.publish(policy.model.named_parameters(), 3)
+        with pytest.raises(InputError, match="to load version 3, got status 400"):
+            fleet.submit(requests(1), SAMPLING, LIMITS)

@@ -1,0 +1,284 @@
+"""Random schedules in simulated time: no response is lost, none is used twice, whatever servers and the network do."""
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from legato.core.rollout import StopReason
+from legato.rollouts.engine import EnginePlace, Handle, Limits, Request, Response
+from legato.rollouts.sampling import Sampling
+from legato.rollouts.servers.dialect import Ask
+from legato.rollouts.servers.dialects.base import Dialect, Reading, ServerFacts
+from legato.rollouts.servers.errors import BadReplyError, BusyError, FailedError, ServerError, UnreachableError
+from legato.rollouts.servers.fleet import Fleet, NoServersError
+from legato.rollouts.servers.member import Attempt
+from legato.rollouts.servers.probe import Probe, ProbeReply
+from legato.rollouts.servers.settings import ServerSettings
+
+LIMITS = Limits(max_response_tokens=4, end_tokens=(1,))
+
+
+@dataclass
+class Fake:
+    """A server that exists in this test only."""
+
+    alive: bool = True
+    name: str = "default"
+    weights: int = -1
+    """The version whose weights it really has."""
+    sampled: list[int] = field(default_factory=list)
+
+
+class World:
+    """Simulated time, servers and network."""
+
+    def __init__(self, seed: int, servers: int, *, faults: float) -> None:
+        self.random, self.faults, self.time = random.Random(seed), faults, 0.0
+        self.fakes = {f"http://127.0.0.1:{9000 + number}": Fake() for number in range(servers)}
+        self.events: list[tuple[float, int, Any, Any]] = []
+        self.sent = 0
+        self.calm = False
+
+    # The transport
+
+    def now(self) -> float:
+        return self.time
+
+    def send(self, key: Any, work: Callable[[], Any]) -> None:
+        result = self._run(work)
+        self._deliver(key, result)
+        if self._chance(0.5) and isinstance(key, Attempt):
+            self._deliver(key, result)  # the network repeats it
+
+    def _deliver(self, key: Any, result: Any) -> None:
+        self.sent += 1
+        slow = 30.0 if self._chance(0.5) else 1.0
+        heapq.heappush(self.events, (self.time + slow * self.random.expovariate(1.0), self.sent, key, result))
+
+    def wait(self, seconds: float) -> list[tuple[Any, Any]]:
+        if self._chance(0.3):
+            self._crash_or_restart()
+        if not self.events or self.events[0][0] > self.time + seconds:
+            self.time += max(seconds, 1e-3)
+            return []
+        self.time, _, key, result = heapq.heappop(self.events)
+        return [(key, result)]
+
+    def all(self, works: list[Callable[[], Any]]) -> list[Any]:
+        self.time += self.random.random()
+        return [self._run(work) for work in works]
+
+    def close(self) -> None:
+        pass
+
+    @staticmethod
+    def _run(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:
+            return error
+
+    # What goes wrong
+
+    def _chance(self, share: float) -> bool:
+        return not self.calm and self.random.random() < share * self.faults
+
+    def _crash_or_restart(self) -> None:
+        url, fake = self.random.choice(list(self.fakes.items()))
+        fake.alive = not fake.alive or self.random.random() < 0.3
+        if not fake.alive:
+            fake.name, fake.weights = "default", -1
+            lost = UnreachableError("the server died")
+            self.events = [
+                (when, number, key, lost if isinstance(key, Attempt) and key.server.client.url == url else result)
+                for when, number, key, result in self.events
+            ]
+
+    def fake(self, client: Any) -> Fake:
+        fake = self.fakes[client.url]
+        if not fake.alive:
+            raise UnreachableError("connection refused")
+        if self._chance(0.2):
+            faults: list[ServerError] = [
+                FailedError(500, "a fault"),
+                UnreachableError("no answer in time"),
+                BadReplyError("log-probs of NaN"),
+                BusyError("too many", self.random.random()),
+            ]
+            raise self.random.choice(faults)
+        return fake
+
+
+class FakeDialect(Dialect):
+    """Words without HTTP."""
+
+    name = "fake"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def facts(self, client: Any, seconds: float) -> ServerFacts:
+        self.world.fake(client)
+        return ServerFacts(software="fake 1", model="fake")
+
+    def check_alive(self, client: Any, seconds: float = 1.0) -> None:
+        self.world.fake(client)
+
+    def weights_name(self, client: Any, seconds: float = 1.0) -> str | None:
+        return self.world.fake(client).name
+
+    def sample(self, client: Any, ask: Ask, reading: Reading, seconds: float) -> Response:
+        fake = self.world.fake(client)
+        fake.sampled.append(ask.seed)
+        tokens = torch.tensor([ask.prompt[0], ask.seed])
+        return Response(
+            tokens=tokens,
+            logprobs=torch.full((2,), -0.5 - fake.weights),
+            kept_logmass=None,
+            text="",
+            stop=StopReason.LENGTH,
+            version=torch.full((2,), reading.version_of(fake.name)),
+        )
+
+    def score(self, client: Any, tokens: Sequence[int], name: str, seconds: float) -> list[float]:
+        return [float(self.world.fake(client).weights)]
+
+    def load(self, client: Any, folder: Path, name: str, *, adapters: bool, seconds: float) -> None:
+        fake = self.world.fake(client)
+        if self.world._chance(0.1):
+            raise UnreachableError("it died while it loaded")
+        fake.weights, fake.name = int(folder.name), name
+
+
+class FakeProbe(Probe):
+    """Compares the version that a server really has."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet, self.tolerance = fleet, 0.1
+        self.texts = [torch.tensor([1, 2])]
+        self.expected = self.before = None
+
+    def score(self) -> None:
+        self.expected = torch.tensor([float(self.fleet.version)])
+
+    def ask(self, dialect: Any, client: Any, reading: Any, name: str, seconds: float, *, sample: bool = True) -> ProbeReply:
+        return ProbeReply(scores=torch.tensor(dialect.score(client, [1, 2], name, seconds)), response=None)
+
+
+class FakeFolders:
+    tied = False
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def write(self, weights: Any, version: int, *, adapters: bool = False) -> Path:
+        return self.root / str(version)
+
+
+class FakeFleet(Fleet):
+    def open(self, place: EnginePlace) -> None:
+        self.place = place
+        self._folders, self._probe = FakeFolders(Path("/nowhere")), FakeProbe(self)  # type: ignore[assignment]
+
+
+def make_fleet(world: World, said: list[str], **options: Any) -> FakeFleet:
+    policy: Any = SimpleNamespace(
+        model=SimpleNamespace(named_parameters=lambda: iter(())), tokenizer=None, vocabulary=100, routers=None, name="fake"
+    )
+    world.calm = True  # all servers answer at the start
+    settings = ServerSettings(urls=tuple(world.fakes), **{"pause_seconds": 1e6, **options})
+    fleet = FakeFleet(policy, FakeDialect(world), settings, rows_at_once=3, transport=world, seed=1)
+    fleet.open(EnginePlace(folder=Path("/nowhere"), say=said.append))
+    fleet.publish((), 0)
+    world.calm = False
+    return fleet
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_no_response_is_lost_or_used_twice(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("legato.rollouts.servers.fleet.FAILURES", 10**6)  # a schedule may be as bad as it likes
+    faults_met = 0
+    for seed in range(20 * block, 20 * (block + 1)):
+        world, said = World(seed, 1 + seed % 4, faults=(seed % 5) / 8), list[str]()
+        fleet = make_fleet(world, said, quorum=1 + (seed % 4) // 3)
+        outstanding: dict[Handle, tuple[int, ...]] = {}
+        asked_at: dict[Handle, int] = {}
+        reported: set[Handle] = set()
+        number = 0
+        for step in range(4):
+            batch = []
+            for _ in range(world.random.randint(1, 6)):
+                seeds = tuple(range(number, number + world.random.randint(0, 5)))
+                number += len(seeds)
+                batch.append(Request(prompt=torch.tensor([len(outstanding) + len(batch), 7]), seeds=seeds))
+            for request, handle in zip(batch, fleet.submit(batch, Sampling(), LIMITS), strict=True):
+                outstanding[handle], asked_at[handle] = request.seeds, fleet.version
+            if world.random.random() < 0.5 and outstanding.keys() - reported:
+                cancelled = world.random.choice(sorted(outstanding.keys() - reported, key=lambda each: each.number))
+                fleet.cancel(cancelled)
+                del outstanding[cancelled]
+            # Some requests stay in flight while the next version is published.
+            left = world.random.randint(0, 2) if step < 3 else 0
+            while len(outstanding.keys() - reported) > left:
+                finished = fleet.poll()
+                assert finished, "poll reports something while requests are outstanding"
+                for one in finished:
+                    assert one.handle not in reported, "a request is reported once"
+                    reported.add(one.handle)
+                    assert [int(each.tokens[1]) for each in one.responses] == list(outstanding[one.handle])
+                    for each in one.responses:
+                        version = int(each.version[0])
+                        assert asked_at[one.handle] <= version <= fleet.version
+                        assert float(each.logprobs[0]) == -0.5 - version, "the weights are those of the version"
+            fleet.publish((), fleet.version + 1)
+        assert fleet.poll() == [] and reported == set(outstanding)
+        sent, measured = sum(len(fake.sampled) for fake in world.fakes.values()), fleet.metrics()
+        faults_met += int(measured["servers/retries"] + measured["servers/drops"] + measured["servers/duplicates"])
+        assert sent >= sum(map(len, outstanding.values()))
+        assert measured["servers/rejoins"] <= measured["servers/drops"]
+    assert faults_met > 50
+
+
+def test_too_few_servers_are_an_error_after_the_pause_and_never_a_hang() -> None:
+    world, said = World(1, 2, faults=0.0), list[str]()
+    fleet = make_fleet(world, said, quorum=2, pause_seconds=100.0)
+    for fake in world.fakes.values():
+        fake.alive = False
+    fleet.submit([Request(prompt=torch.tensor([1, 2]), seeds=(1, 2))], Sampling(), LIMITS)
+    with pytest.raises(NoServersError, match=r"got too few for 1[0-9][0-9] s: [01] of 2 servers answer"):
+        fleet.poll()
+    assert sum(text.startswith("paused:") for text in said) == 2, "told at once and every minute"
+
+
+def test_a_server_with_other_weights_is_dropped_and_comes_back_with_the_right_ones() -> None:
+    world, said = World(1, 2, faults=0.0), list[str]()
+    fleet = make_fleet(world, said)
+    first = next(iter(world.fakes.values()))
+    first.name, first.weights = "another-run.5", 5
+    batch = [Request(prompt=torch.tensor([number, 2]), seeds=(number,)) for number in range(12)]
+    rows = fleet.generate(batch, Sampling(), LIMITS)
+    assert {float(row[0].logprobs[0]) for row in rows} == {-0.5}
+    while fleet.metrics()["servers/answering"] < 2:
+        fleet.generate(batch[:1], Sampling(), LIMITS)
+        world.time += 1.0
+    assert first.weights == 0 and any("weights that this run did not name" in text for text in said)
+
+
+def test_a_group_goes_to_one_server_and_load_is_spread() -> None:
+    world = World(1, 3, faults=0.0)
+    fleet = make_fleet(world, [])
+    fleet.rows_at_once = 100
+    groups = [tuple(range(8 * number, 8 * number + 8)) for number in range(9)]
+    batch = [Request(prompt=torch.tensor([number, 2]), seeds=seeds) for number, seeds in enumerate(groups)]
+    fleet.generate(batch, Sampling(), LIMITS)
+    shares = [len(fake.sampled) for fake in world.fakes.values()]
+    assert max(shares) <= 2 * min(shares)
+    homes = [sum(any(seed // 8 == number for seed in fake.sampled) for fake in world.fakes.values()) for number in range(9)]
+    assert sum(homes) <= 11, "most groups have one server"

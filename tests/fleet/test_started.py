@@ -1,0 +1,96 @@
+"""Servers that a run starts: they answer, come back after a kill, and end with the run, whatever ends it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from legato.errors import InputError
+from legato.rollouts.engine import EnginePlace, Limits, Request
+from legato.rollouts.sampling import Sampling
+from legato.rollouts.servers import leash
+from legato.rollouts.servers.dialects.own import Own
+from legato.rollouts.servers.fleet import Fleet
+from legato.rollouts.servers.member import State
+from legato.rollouts.servers.settings import ServerSettings
+from tests.fleet.test_folders import policy_of
+from tests.serve.running import plain_engine
+
+LIMITS = Limits(max_response_tokens=6, end_tokens=(1,))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition: object, seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:  # type: ignore[operator]
+        time.sleep(0.05)
+    return bool(condition())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("way", ["kill", "close"])
+def test_a_leashed_process_ends_with_its_parent(tmp_path: Path, way: str) -> None:
+    """The parent is killed with SIGKILL, or closes the pipe; the grandchildren of the leash end too."""
+    script = tmp_path / "server.py"
+    script.write_text(
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
+        f"open({str(tmp_path / 'new')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        f"os.rename({str(tmp_path / 'new')!r}, {str(tmp_path / 'pids')!r})\n"
+        "time.sleep(100)\n"
+    )
+    words = [sys.executable, "-I", "-S", leash.__file__, sys.executable, str(script)]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, time; p = subprocess.Popen({words!r}, stdin=subprocess.PIPE)\n"
+         f"time.sleep(100 if {way!r} == 'kill' else 2); p.stdin.close(); p.wait()"]
+    )  # fmt: skip
+    try:
+        assert until((tmp_path / "pids").exists)
+        pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+        if way == "kill":
+            parent.send_signal(signal.SIGKILL)
+        assert until(lambda: not any(map(is_alive, pids)))
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+@pytest.mark.slow
+def test_a_server_of_the_run_is_started_killed_and_started_again(tmp_path: Path) -> None:
+    policy, said = policy_of(), list[str]()
+    fleet = Fleet(policy, Own(), ServerSettings(start=1, pause_seconds=120.0), rows_at_once=8, context_tokens=64)
+    try:
+        fleet.open(EnginePlace(folder=tmp_path, say=said.append))
+        batch = [Request(prompt=torch.tensor([5, 6, 7]), seeds=tuple(range(8)))]
+        expected = [each.tokens.tolist() for each in plain_engine(policy).generate(batch, Sampling(), LIMITS)[0]]
+        assert [each.tokens.tolist() for each in fleet.generate(batch, Sampling(), LIMITS)[0]] == expected
+        started = fleet.servers[0].started
+        assert started is not None and started.process is not None
+        leashed = int(Path(f"/proc/{started.process.pid}/task/{started.process.pid}/children").read_text().split()[0])
+        os.kill(leashed, signal.SIGKILL)
+        assert until(lambda: not started.alive)
+        assert [each.tokens.tolist() for each in fleet.generate(batch, Sampling(), LIMITS)[0]] == expected
+        assert any("its process ended" in text for text in said) and any("is back with version 0" in text for text in said)
+        assert any(text.startswith("paused: 0 of 1") for text in said) and fleet.servers[0].state is State.UP
+        pid = started.process.pid
+    finally:
+        fleet.close()
+    assert not is_alive(pid) and (tmp_path / "server-0.log").exists() and not (tmp_path / "weights").exists()
+
+
+def test_a_server_that_does_not_start_is_one_error_with_its_log(tmp_path: Path) -> None:
+    settings = ServerSettings(start=1, python="/bin/false")
+    fleet = Fleet(policy_of(), Own(), settings, rows_at_once=8, context_tokens=64)
+    with pytest.raises(InputError, match=r"expected a legato server to start, got the server that was started ended"):
+        fleet.open(EnginePlace(folder=tmp_path))
+    fleet.close()
