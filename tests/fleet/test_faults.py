@@ -18,8 +18,8 @@ LIMITS = Limits(max_response_tokens=8, end_tokens=(1, 82))
 SAMPLING = Sampling(temperature=0.8)
 
 
-def requests(count: int, each: int = 2) -> list[Request]:
-    source = torch.Generator().manual_seed(count)
+def requests(count: int, each: int = 2, salt: int = 0) -> list[Request]:
+    source = torch.Generator().manual_seed(count + 100 * salt)
     return [
         Request(
             prompt=torch.randint(3, 80, (4 + place,), generator=source), seeds=tuple(range(10 * place, 10 * place + each))
@@ -38,13 +38,16 @@ def assert_right(fleet: Fleet, policy: Policy, batch: list[Request]) -> None:
 def test_passing_faults_cost_a_retry_and_no_response() -> None:
     """All in one fleet: each fault is injected alone, and counted."""
     kinds = ("slow", "silent", "status", "closed", "lost", "truncated", "foreign-tokens", "missing-token", "nan", "repeated")
-    with two_servers(request_seconds=0.6) as (fleet, policy, _, plans):
+    with two_servers(request_seconds=2.0) as (fleet, policy, _, plans):
         assert_right(fleet, policy, requests(4))
-        for kind in (*kinds, "garbage", "twice"):
+        for salt, kind in enumerate((*kinds, "garbage", "twice"), 1):
+            while fleet.servers[0].state is not State.UP:
+                fleet.generate(requests(1), SAMPLING, LIMITS)  # it is asked whether it is alive
             fleet.metrics()
             plans[0].done.clear()
-            plans[0].add(kind, seconds=0.9 if kind == "silent" else 0.1)
-            assert_right(fleet, policy, requests(2))
+            plans[0].add(kind, seconds=2.5 if kind == "silent" else 0.1)
+            # Prompts that no server has seen: the first goes to the first server.
+            assert_right(fleet, policy, requests(2, salt=salt))
             assert plans[0].done == [kind]
             counted = fleet.metrics()
             assert counted["servers/retries"] == (0 if kind in ("slow", "twice") else 1), kind

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,12 +211,22 @@ def test_an_untied_tiny_model_learns_as_locally(fleet: Fleet, tmp_path: Path, se
     assert min(there.accuracy, local.accuracy) > 0.75 and abs(there.accuracy - local.accuracy) < 0.12
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_servers_end_with_the_run(fleet: Fleet) -> None:
     pids = [pid for number in range(2) for pid in engine_processes(fleet, number)]
     assert pids
     fleet.close()
-    time.sleep(1.0)
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not [pid for pid in pids if is_alive(pid)]
 
 
 def test_a_tied_head_is_served_untied(tmp_path: Path) -> None:
@@ -227,11 +236,11 @@ def test_a_tied_head_is_served_untied(tmp_path: Path) -> None:
     try:
         fleet.publish(policy.model.named_parameters(), 1)
         with torch.no_grad():
-            policy.model.get_output_embeddings().weight.add_(0.05)
+            policy.model.get_output_embeddings().weight.mul_(1.5)
         fleet.publish(policy.model.named_parameters(), 2)
         batch = requests(2)
         assert largest_gap(policy, batch, fleet.generate(batch, Sampling(), LIMITS), 1.0) <= 1e-4
-        assert fleet.servers[0].reloads and threading.active_count()
+        assert fleet.servers[0].reloads, "nothing had to be restarted"
         # Served tied, the same publish is not taken: the probe sees it, and the server is restarted and told so.
         assert fleet._folders is not None
         fleet._folders.untied = False
@@ -239,7 +248,7 @@ def test_a_tied_head_is_served_untied(tmp_path: Path) -> None:
         fleet.publish(policy.model.named_parameters(), 3)
         fleet.servers[0].reloads = True
         with torch.no_grad():
-            policy.model.get_output_embeddings().weight.add_(0.05)
+            policy.model.get_output_embeddings().weight.mul_(1.5)
         fleet.publish(policy.model.named_parameters(), 4)
         assert any("did not take the weights" in text and "restarted at every publish" in text for text in said)
         assert largest_gap(policy, batch, fleet.generate(batch, Sampling(), LIMITS), 1.0) <= 1e-4

@@ -40,6 +40,9 @@ class Asked:
     """One per sample."""
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
+    """Tokens that end a response, beside `end_ids`."""
+    end_ids: tuple[int, ...]
+    """Tokens at which the engine itself ends a response: the model's own, or those of the client in their place."""
     keep_stop: bool
     ignore_end: bool
     """Whether the model's end tokens end nothing."""
@@ -82,8 +85,8 @@ def read_asked(body: Body, served: Served) -> Asked:
         sampling=sampling,
         seeds=derive_seeds(secrets.randbits(62) if seed is None else seed, count),
         stops=_read_stops(body, served),
-        # The engine itself ends responses at end tokens, unless it is told to ignore them.
-        stop_ids=frozenset(stop_ids) - (set() if ignore_end else set(served.end_tokens)),
+        stop_ids=frozenset() if ignore_end else frozenset(stop_ids) - set(served.end_tokens),
+        end_ids=tuple(dict.fromkeys(stop_ids)) if ignore_end else served.end_tokens,
         keep_stop=body.flag("include_stop_str_in_output"),
         ignore_end=ignore_end,
         skip_special=body.flag("skip_special_tokens", True),
@@ -147,6 +150,8 @@ class Sample:
             self.finish, self.stop_reason = "stop", tokens[-1]
         elif ended is not None:
             self.finish = FINISH[ended]
+            if ended is StopReason.END_TOKEN and self.asked.ignore_end:
+                self.stop_reason = tokens[-1]
         before, count = len(self.tokens), len(self.tokens) + len(tokens)
         if self.text is not None:
             hidden = stop_id is not None or ended is StopReason.END_TOKEN
@@ -208,7 +213,7 @@ class Generation:
         work = Work(
             request=Request(prompt=torch.tensor(prompt), seeds=asked.seeds),
             sampling=asked.sampling,
-            limits=Limits(max_response_tokens=max_tokens, end_tokens=() if asked.ignore_end else served.end_tokens),
+            limits=Limits(max_response_tokens=max_tokens, end_tokens=asked.end_ids),
             watched=by_piece,
             deliver=lambda event: self._events.put_nowait((work, event)),
             name=self.name,

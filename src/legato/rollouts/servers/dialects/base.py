@@ -45,7 +45,7 @@ class StartPlan:
     """0: no adapters are published."""
     device: str
     """"cpu" or "cuda": where the policy is trained."""
-    arguments: Sequence[str] = ()
+    arguments: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
