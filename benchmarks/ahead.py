@@ -115,7 +115,7 @@ def measure(ahead: int) -> dict[str, float]:
         "settings": CollectorSettings(samples_per_prompt=4, max_prompt_tokens=20),
         "seed": 0,
     }
-    source = Ahead(**parts, ahead=ahead) if ahead else Collector(**parts)
+    source = Ahead(**parts, steps_ahead=ahead) if ahead else Collector(**parts)
     waited, lags, begun = 0.0, [], time.perf_counter()
     for step in range(STEPS + 2):
         if step == 2:  # the pipeline is full

@@ -18,7 +18,7 @@ def ahead_trainer(k: int, **changes: Any) -> Trainer:
     this = trainer(changes={"objective.corrections": ["tis"]}, **changes)
     collector: Any = this.source
     names = ("source", "runner", "judge", "sampling", "settings", "seed")
-    this.source = Ahead(**{name: getattr(collector, name) for name in names}, ahead=k)
+    this.source = Ahead(**{name: getattr(collector, name) for name in names}, steps_ahead=k)
     return this
 
 
