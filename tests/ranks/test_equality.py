@@ -32,6 +32,7 @@ QUICK: dict[str, dict[str, Any]] = {
         "training.update_passes": "two",
     },
     "lora": {"algorithm": "gspo", "policy.lora.rank": 2},
+    "ahead": {"algorithm": "gspo", "rollouts.ahead": 1, "training.prompts_per_step": 5, "training.updates_per_step": 2},
     "load balance and replay": {
         "algorithm": "rspo",
         **MOE,
@@ -75,7 +76,8 @@ MUTATIONS = ("averaging", "own counts", "choice not agreed", "pack too few")
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     calls: dict[str, Any] = {}
     for name, shard in FIRST:
-        steps = 2 if name == "an empty share" else 1  # its first step has nothing to train
+        # The first step of an empty share has nothing to train; the second one ahead uses groups that an older step drew.
+        steps = 2 if name in ("an empty share", "ahead") else 1
         calls[f"{name}, {shard}"] = ("compare", {"options": {**QUICK[name], "training.shard": shard}, "steps": steps})
     calls |= {f"float32, {shard}": ("one_update_in_float32", {"shard": shard}) for shard in SHARDS}
     calls |= {mutation: ("mutated", {"mutation": mutation}) for mutation in MUTATIONS}

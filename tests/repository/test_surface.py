@@ -87,7 +87,7 @@ MEMBERS = {
     "Problem": {"prompt", "answer", "fields", "key"},
     "Rollout": {
         *("problem", "rollout_id", "prompt_tokens", "tokens", "sampler_logprobs", "version", "text", "stop", "temperature"),
-        *("mask", "turn", "author", "kept_logmass", "routes", "turn_rewards", "turn_states", "dialogue", "fault"),
+        *("mask", "turn", "author", "kept_logmass", "routes", "turn_rewards", "turn_states", "dialogue", "server", "fault"),
         *("earlier", "rows", "length", "sampled"),
     },
     "Run": {"directory", "accuracy", "accuracy_greedy", "model_folder", "reason", "exit_code", "rank"},

@@ -27,7 +27,7 @@ def tiny_policy() -> Policy:
     return load_policy(model, Loading(dtype="float32", device="cpu"), tokenizer=WORDS)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_both_halves_of_a_response_across_a_publish_have_the_log_probs_of_their_versions(temperature: float) -> None:
     """Weights change while a thread decodes. Each token's log-prob is that of a forward of the version that it names."""
     policy = tiny_policy()

@@ -87,14 +87,14 @@ def test_a_run_that_is_resumed_equals_the_undisturbed_one_to_the_bit(tmp_path: P
     (tmp_path / "copy").rename(tmp_path / "killed")
     assert list((tmp_path / "killed" / "journal").iterdir())
     resumed = run(tmp_path, "killed", again=True, **{"rollouts.ahead": 2})
-    assert not same(weights(whole.directory, 2), weights(whole.directory)) and same(
-        weights(whole.directory), weights(resumed.directory)
-    )
+    assert not same(weights(whole.directory, 2), weights(whole.directory))
+    assert same(weights(whole.directory), weights(resumed.directory))
     keys = ("lag/mean", "mismatch/k3", "reward/mean", "length/mean")
     for one, two in zip(steps_of(whole.directory), steps_of(resumed.directory), strict=True):
         assert [one[key] for key in keys] == [two[key] for key in keys]
 
 
+@pytest.mark.slow
 def test_a_signal_saves_the_groups_that_wait(tmp_path: Path) -> None:
     def interrupt(report: Any) -> None:
         if report.step == 3:

@@ -153,7 +153,7 @@ def source(
         "sampling": Sampling(),
         "seed": 3,
         "settings": CollectorSettings(**chosen),
-        **({} if kind is Collector else {"ahead": ahead}),
+        **({} if kind is Collector else {"steps_ahead": ahead}),
     }
     return kind(**{**arguments, **changes})
 

@@ -18,7 +18,7 @@ def ahead_trainer(k: int, **changes: Any) -> Trainer:
     this = trainer(changes={"objective.corrections": ["tis"]}, **changes)
     collector: Any = this.source
     names = ("source", "runner", "judge", "sampling", "settings", "seed")
-    this.source = Ahead(**{name: getattr(collector, name) for name in names}, ahead=k)
+    this.source = Ahead(**{name: getattr(collector, name) for name in names}, steps_ahead=k)
     return this
 
 
@@ -27,7 +27,7 @@ def test_a_synchronous_step_records_no_age() -> None:
 
 
 def test_age_gap_and_clipped_share_are_those_of_the_tables() -> None:
-    this = ahead_trainer(2)
+    this = ahead_trainer(2, prompts_per_step=3, updates_per_step=1)
     reports = [this.step() for _ in range(4)]
     assert [report.metrics["lag/mean"] for report in reports] == [0, 1, 2, 2]
     assert reports[0].metrics["mismatch/clipped"] == 0.0 and reports[0].metrics["mismatch/k3"] < 1e-12

@@ -205,7 +205,7 @@ def collector_of(
     }
     if not rollouts.ahead or not trains:
         return Collector(**parts)
-    return Ahead(**parts, ahead=rollouts.ahead, total_steps=config.training.steps)
+    return Ahead(**parts, steps_ahead=rollouts.ahead, total_steps=config.training.steps)
 
 
 def open_journal(collector: Collector, directory: RunDirectory) -> None:

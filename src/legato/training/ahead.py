@@ -71,9 +71,9 @@ class _Drawn:
 
 @dataclass(slots=True, kw_only=True)
 class Ahead(Collector):
-    """A rollout source that samples up to `ahead` steps ahead."""
+    """A rollout source that samples up to `steps_ahead` steps ahead."""
 
-    ahead: int
+    steps_ahead: int
     total_steps: int | None = None
     """Steps of the run: nothing is drawn beyond them. None: for ever."""
     journal: Journal | None = None
@@ -98,6 +98,10 @@ class Ahead(Collector):
             self.runner.turns = self._turns
             if self.evaluation is not None:
                 self.evaluation.turns = self.runner.turns
+
+    @property
+    def ahead(self) -> int:
+        return self.steps_ahead
 
     @property
     def overlaps(self) -> bool:

@@ -91,8 +91,6 @@ class Collector:
     world: World = field(default_factory=OneProcess)
     evaluation: Runner | None = None
     """The runner of evaluations if `runner` does not sample from the policy itself; it gets new versions too."""
-    ahead: int = 0
-    """How many steps sampling is ahead of training: not at all."""
     _drawn: int = 0
     _steps_begun: int = 0
     _solved: set[str] = field(default_factory=set)
@@ -155,6 +153,10 @@ class Collector:
     @property
     def version(self) -> int:
         return self.runner.version
+
+    @property
+    def ahead(self) -> int:
+        return 0
 
     def on_publish(self, version: int) -> None:
         self.runner.publish(version)

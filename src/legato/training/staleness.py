@@ -38,7 +38,7 @@ def staleness(algorithm: Algorithm, tables: Tables, groups: Sequence[Group], ver
     gap = _Gap(algorithm, tables, state)
     metrics |= gap.measure(scored, "mismatch")
     oldest = lag.max(1).values
-    ages = torch.unique(oldest[scored]).tolist()
+    ages = sorted(set(oldest[scored].tolist()))
     for age in ages[:MOST_AGES] if len(ages) > 1 else []:
         metrics |= gap.measure(scored & (oldest == age), f"mismatch/lag_{age}")
     # A rollout whose chat template broke it apart has several rows.
