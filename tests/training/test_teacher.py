@@ -116,7 +116,8 @@ def test_a_teacher_as_the_reference_of_a_penalty(taught: Path) -> None:
     )  # fmt: skip
     assert this.teacher is None and this.reference is not None and this.reference.policy.name == str(taught)
     report = this.step()
-    assert report.metrics["reference/k3"] > 0.5 and report.metrics["gradient/norm"] > 0
+    # Of other random weights; the policy itself would be at exactly 0.
+    assert report.metrics["reference/k3"] > 1e-3 and report.metrics["gradient/norm"] > 0
 
 
 @pytest.mark.parametrize(
