@@ -34,6 +34,7 @@ _RANKS = "several GPUs are `legato train --processes N`, or torchrun (docs/scali
 _WHOLE_ENGINE = "each process samples with a whole model (docs/scaling.md)"
 _SHARD = f'{_RANKS}, with training.shard = "optimizer" or "layers"'
 _ENGINE = "Legato samples with its own engine from the weights that are trained"
+_SERVERS = f'{_ENGINE}; rollouts.engine = "vllm" samples at vLLM servers instead (docs/engines.md)'
 _EVERY_STEP = "every step is recorded"
 _STORED = "rollouts are stored (output.rollouts_every_steps) and shown by `legato dashboard` and in the report"
 _PADDING = "rows are packed without padding"
@@ -140,7 +141,7 @@ _TRL_TRANSLATED = {
     "vllm_importance_sampling_clip_max": (3.0, "algorithm.objective.corrections.mis.cap", "or of tis"),
     "vllm_importance_sampling_cap": (None, "algorithm.objective.corrections.mis.cap", "TRL's old name of clip_max"),
     "vllm_importance_sampling_clip_min": (None, "algorithm.objective.corrections.icepop.floor", "mask modes: icepop"),
-    "use_vllm": (False, "algorithm.objective.corrections", f"{_ENGINE}; with use_vllm TRL's correction is added"),
+    "use_vllm": (False, "algorithm.objective.corrections", f"{_SERVERS}; with use_vllm TRL's correction is added"),
     "vllm_max_model_length": (None, "policy.max_prompt_tokens", "less max_completion_length"),
     "router_aux_loss_coef": (None, "training.load_balance", "ours is 1 where the load is even; scale it when you compare"),
     "shuffle_dataset": (True, "task.shuffle", "the same; the order itself differs"),
@@ -193,13 +194,13 @@ _TRL_NO_EFFECT = {
     "activation_checkpointing_kwargs": (None, "policy.gradient_checkpointing", "auto"),
     "cache_implementation": (None, "", _ENGINE),
     "use_cache": (False, "", _ENGINE),
-    "vllm_mode": ("colocate", "", _ENGINE),
+    "vllm_mode": ("colocate", "rollouts.engine", _SERVERS),
     "vllm_model_impl": ("vllm", "", _ENGINE),
     "vllm_enable_sleep_mode": (False, "", _ENGINE),
-    "vllm_server_base_url": (None, "", _ENGINE),
-    "vllm_server_host": ("0.0.0.0", "", _ENGINE),
-    "vllm_server_port": (8000, "", _ENGINE),
-    "vllm_server_timeout": (240.0, "", _ENGINE),
+    "vllm_server_base_url": (None, "rollouts.servers.urls", _SERVERS),
+    "vllm_server_host": ("0.0.0.0", "rollouts.servers.urls", _SERVERS),
+    "vllm_server_port": (8000, "rollouts.servers.urls", _SERVERS),
+    "vllm_server_timeout": (240.0, "rollouts.servers.start_seconds", _SERVERS),
     "vllm_group_port": (51216, "", _ENGINE),
     "vllm_gpu_memory_utilization": (0.3, "rollouts.kv_memory_share", "memory for keys and values"),
     "vllm_tensor_parallel_size": (1, "", _WHOLE_ENGINE),
@@ -430,7 +431,7 @@ _VERL_TRANSLATED = {
     f"{_ROLLOUT}.prompt_length": (512, "policy.max_prompt_tokens", "ours is 256 by default"),
     f"{_ROLLOUT}.val_kwargs.n": (1, "evaluation.samples_per_problem", "the same"),
     f"{_ROLLOUT}.val_kwargs.temperature": (0, "evaluation.temperature", "greedy accuracy: evaluation.greedy"),
-    f"{_ROLLOUT}.name": ("vllm", "rollouts.engine", _ENGINE),
+    f"{_ROLLOUT}.name": ("vllm", "rollouts.engine", _SERVERS),
     f"{_ROLLOUT}.gpu_memory_utilization": (0.5, "rollouts.kv_memory_share", "memory for keys and values"),
     f"{_ROLLOUT}.max_num_seqs": (256, "rollouts.rows_at_once", "memory only"),
     f"{_MODEL}.path": (None, "policy.model", "the same"),

@@ -99,7 +99,8 @@ class Fleet(JobEngine):
         self.policy, self.dialect, self.settings = policy, dialect, settings
         self.rows_at_once, self.context_tokens = rows_at_once, context_tokens
         self.name = dialect.name
-        self.capabilities = Capabilities(truncation=dialect.truncation, holds_weights=True)
+        # One lock guards everything, and `poll` gives it up while it waits.
+        self.capabilities = Capabilities(truncation=dialect.truncation, holds_weights=True, concurrent=True)
         self.transport: Transport = Threads() if transport is None else transport
         self.lora = hasattr(policy.model, "disable_adapter")
         self.servers: list[Server] = []
@@ -427,6 +428,10 @@ class Fleet(JobEngine):
             self._dispatch(self.transport.now())
             return handles
 
+    def cancel(self, handle: Handle) -> None:
+        with self._lock:
+            super().cancel(handle)
+
     def poll(self) -> list[Finished]:
         while True:
             with self._lock:
@@ -524,7 +529,7 @@ class Fleet(JobEngine):
             problem = self._wrong_version(result, ticket)
             if problem is None:
                 ticket.done = True
-                ticket.job.responses[ticket.place] = result
+                ticket.job.responses[ticket.place] = replace(result, server=str(server.number))
                 counts = server.counts
                 counts.responses += 1
                 counts.tokens += len(result.tokens)
