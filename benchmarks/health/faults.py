@@ -162,8 +162,8 @@ def punish_entropy(trainer: Trainer) -> Iterator[None]:
 def flip_advantages(trainer: Trainer) -> Iterator[None]:
     own = Tables.with_advantages
 
-    def negative(tables: Tables, algorithm: Any) -> Tables:
-        result = own(tables, algorithm)
+    def negative(tables: Tables, *arguments: Any, **options: Any) -> Tables:
+        result = own(tables, *arguments, **options)
         assert result.advantages is not None
         return replace(result, advantages=-result.advantages)
 

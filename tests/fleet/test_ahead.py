@@ -20,6 +20,9 @@ def test_a_run_samples_one_step_ahead_at_servers(tmp_path: Path) -> None:
     assert steps[0]["lag/max"] == 0 and max(each["lag/max"] for each in steps) == 1
     assert {"mismatch/server/0/k3", "mismatch/server/1/k3"} <= steps[1].keys()
     assert all(abs(each["mismatch/k3"]) < 0.1 for each in steps)
+    # The fleet is opened, says what it does and is closed, as without the thread.
+    assert {each["servers/answering"] for each in steps} == {2.0}
+    assert not (run.directory / "servers" / "weights").exists()
     # The problems are those of the run that waits for every step, in the same order.
     waiting = legato.train(progress=False, reward=count_digits, **options(tmp_path, "waiting", {"training.steps": 4}))
     for step in range(1, 5):

@@ -102,6 +102,7 @@ def test_every_legato_command_runs(
 ) -> None:
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)[1:]
+    words = [str(run / "checkpoints/step-000001/model") if word == "FOLDER" else word for word in words]
     words = [str(run) if word == "runs/NAME" else str(tmp_path / word) if word == "my-model" else word for word in words]
     if words[0] == "train":
         if any(name in word for word in words for name in NEEDS_A_HUB):
@@ -125,7 +126,10 @@ def test_every_legato_command_runs(
         from legato.compare.jobs import differences, jobs
         from legato.compare.registration import read_study
 
-        definition = read_study(Path(words[1])).definition
+        study = read_study(Path(words[1]))
+        if study.measure is not None:
+            return  # it trains nothing; tests/lab runs the measurement
+        definition = study.definition
         assert differences(jobs(replace(definition, seeds=definition.seeds[:1]), tmp_path)) == []
         return
     if words[0] == "lab":

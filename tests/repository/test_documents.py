@@ -13,6 +13,7 @@ import legato
 from docs.generate import pages
 from legato.algorithms.catalogue import algorithm_names, entry
 from legato.config.document import options
+from legato.config.load import load
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.registry import EngineOptions
 from legato.rollouts.sampling import Sampling
@@ -112,6 +113,15 @@ def test_the_engine_of_the_engines_page_answers() -> None:
     engine.submit(requests, Sampling(), Limits(max_response_tokens=4, end_tokens=(1,)))
     (finished,) = engine.poll()
     assert [response.text for response in finished.responses] == ["5", "5"]
+
+
+@pytest.mark.parametrize("page", ["docs/engines.md", "docs/tools.md"])
+def test_the_recipes_of_a_page_load(page: str, tmp_path: Path) -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+    assert blocks
+    for number, text in enumerate(blocks):
+        (tmp_path / f"{number}.toml").write_text(text)
+        load([tmp_path / f"{number}.toml"])
 
 
 def spans(page: Path) -> list[str]:

@@ -20,6 +20,8 @@ RUN_BY = {
     "README.md": "test_documents.py",
     "docs/data.md": "test_evaluation_pages.py",
     "docs/engines.md": "test_documents.py",
+    "docs/environments.md": "test_documents.py",
+    "docs/tools.md": "test_documents.py",
     "docs/evaluation.md": "test_evaluation_pages.py",
     "docs/first-run.md": "test_commands.py",
     "docs/library.md": "test_documents.py",
@@ -37,6 +39,7 @@ COMMANDS = re.compile(
     r"|python -m pytest tests/contracts/\S+ tests/contracts/\S+ --environment my_env"  # below, slow
     r"|python write_problems\.py$"  # test_commands.py
     r"|pip install|source \.venv/bin/activate"  # an installation; the extras exist by test_commands.py
+    r"|VLLM_SERVER_DEV_MODE=1 python -m vllm|python -m sglang\.launch_server"  # tests/vllm; SGLang was never run
     r"|torchrun |lm_eval |python3 -m verl"  # below; tests/serve/test_foreign.py; verl's own, translated in test_migrating.py
 )
 OUTPUT = {

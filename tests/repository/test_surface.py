@@ -79,7 +79,7 @@ SIGNATURES = {
 MEMBERS = {
     "Algorithm": {
         *("name", "advantage", "filters", "objective", "aggregate", "settings"),
-        *("scope", "count", "evaluate", "initial", "advance", "calibrated"),
+        *("scope", "count", "evaluate", "estimate", "keep", "own_parts", "initial", "advance", "calibrated"),
     },
     "Outcome": {"loss", "field", "trace", "sums", "coefficients", "entropy_coefficients", "value_coefficients", "metrics"},
     "Counts": {"all", "kept", "tables", "tally", "equals", "fits"},

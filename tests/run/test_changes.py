@@ -63,7 +63,7 @@ def run(straight: Path, tmp_path: Path) -> Path:
 def test_every_option_has_the_expected_resume_rule() -> None:
     for path in PATHS:
         below = path.startswith(("policy.tiny.", "policy.upcycle", "policy.lora", "policy.warm_up"))
-        free = path in FREELY or path.startswith(("evaluation.", "health.", "output."))
+        free = path in FREELY or path.startswith(("evaluation.", "health.", "output.", "rollouts.servers."))
         expected = "free" if free and path not in NEVER else "refused" if path in NEVER or below else "flag"
         assert verdict(path) == expected, path
 

@@ -7,13 +7,14 @@ import pytest
 
 from legato.config.document import options
 from legato.config.load import load
-from tests.proof import effects_of_experts, effects_of_health, effects_of_problems, effects_of_training
+from tests.proof import effects_of_episodes, effects_of_experts, effects_of_health, effects_of_problems, effects_of_training
 from tests.proof.effects import EFFECTS, Bench
 
 OPTIONS = {option.path: option for option in options()}
 
 UNTESTED = {
-    "rollouts.engine": "there is one engine so far; another name is refused",
+    "rollouts.engine": "others than local need servers: tests/fleet; an unknown name is refused",
+    **{path: "it needs servers: tests/fleet" for path in OPTIONS if path.startswith("rollouts.servers.")},
     "training.shard": "it needs several processes: tests/ranks",
     "training.rank_deadline_seconds": "it needs several processes: tests/ranks",
     "training.optimizer": "'adamw-8bit' needs bitsandbytes and a GPU; without them it is refused",
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("lightly")
 
 
 def test_every_option_has_a_test_of_its_effect() -> None:
-    assert effects_of_problems and effects_of_training and effects_of_experts and effects_of_health
+    assert effects_of_problems and effects_of_training and effects_of_experts and effects_of_health and effects_of_episodes
     assert {*EFFECTS, *UNTESTED} == {*OPTIONS}
     assert not {*EFFECTS} & {*UNTESTED}
 

@@ -12,7 +12,7 @@ ENVIRONMENT = "task.environment=mine.py:World"
     ("words", "path"),
     [
         (["algorithm=turn-gspo"], "objective.ratio.level = 'turn'"),
-        (["algorithm.advantage=turn-return"], "advantage = 'turn-return'"),
+        (["algorithm=gspo-token", "algorithm.advantage=turn-return"], "advantage = 'turn-return'"),
         (["algorithm=gspo-token", "algorithm.advantage=gigpo"], "advantage = 'gigpo'"),
         (["algorithm=ppo", "algorithm.advantage.level=turn"], "advantage.level = 'turn'"),
     ],

@@ -28,6 +28,8 @@ TASKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "letter-counting": ({"length": 4}, ["number", "exact"]),
     "countdown": ({"count": 2}, ["countdown"]),
 }
+GAMES = {"secret-number": "guess", "maze": "maze", "facts": "search"}
+"""Tasks that belong to an environment."""
 CASES = [(kind, options, reward) for kind, (options, rewards) in TASKS.items() for reward in rewards]
 
 
@@ -56,6 +58,13 @@ def test_a_task_made_in_code_is_trained_on(kind: str, options: dict[str, Any], r
     assert record["rollouts/unscorable"] == 0
     assert record[f"reward/{reward}"] is not None
     assert record["update/applied"] == 1
+
+
+@pytest.mark.parametrize(("kind", "environment"), GAMES.items())
+def test_a_game_is_trained_on(kind: str, environment: str, tmp_path: Path) -> None:
+    settings = {"task.kind": kind, "task.environment": environment, "algorithm": "gspo-token", "task.train_on_cut": True}
+    record = train_one_step(tmp_path, {**settings, "rollouts.max_response_tokens": 30})
+    assert record["rollouts/unscorable"] == 0 and record["reward/environment"] is not None
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> str:
@@ -126,12 +135,13 @@ def test_a_users_own_task_is_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_every_task_and_every_reward_is_tested_here() -> None:
     register_all()
-    assert {*names("task")} == {*TASKS, "reasoning-gym"}
+    assert {*names("task")} == {*TASKS, *GAMES, "reasoning-gym"}
     # `dataset` needs the network; what it makes of rows is in tests/tasks/test_data.py. Published sets and their reward are
     # in tests/tasks/test_benchmarks.py, tests/rewards/test_answers.py and test_sets.py.
     assert {*names("data")} == {"jsonl", "parquet", "gsm8k", "math", "dataset"} | {*ROWS}
+    # `judge` asks an endpoint: tests/rewards/test_judge.py.
     used = {reward for _, rewards in TASKS.values() for reward in rewards}
-    assert {*names("reward")} == {*used, "environment", "math-answer", "math-verify", "reasoning-gym", "format", "length"}
+    assert {*names("reward")} == {*used, "environment", "judge", "math-answer", "math-verify", "reasoning-gym", "format", "length"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

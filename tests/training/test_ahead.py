@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import torch
 from legato.core.rollout import Problem, Rollout, Score, StopReason, Unscorable
 from legato.core.user_code import RUN, StopRequestedError
 from legato.policy.model.tiny import character_tokenizer
-from legato.rollouts.engine import Capabilities, Finished, Handle, JobEngine, Limits, Request, Response
-from legato.rollouts.episodes import Reply, Runner
+from legato.rollouts.engine import Capabilities, EnginePlace, Finished, Handle, JobEngine, Limits, Request, Response
+from legato.rollouts.episodes import Reply, Runner, Start
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
+from legato.rollouts.shared import SharedEngine
 from legato.tasks.source import Joined
 from legato.training.ahead import Ahead
 from legato.training.background import Background, Turns
@@ -478,3 +480,56 @@ def test_a_background_needs_no_polling_while_nothing_is_in_flight() -> None:
 def _problem(this: Any, number: int) -> tuple[Problem, torch.Tensor]:
     problem = this.source.training(number)
     return problem, this.runner.rendering.prompt(problem)
+
+
+class Refusing(Delayed):
+    """An engine that takes no request."""
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
+        raise RuntimeError("no")
+
+
+def session_on(engine: JobEngine) -> tuple[Any, list[Start]]:
+    """A session of single turns, and a start for it."""
+    runner = Runner(
+        engine=engine, rendering=Rendering(WORDS), limits=Limits(max_response_tokens=4, end_tokens=(WORDS.eos_token_id,))
+    )
+    prompt = runner.rendering.prompt(Problem(prompt="1+1="))
+    start = Start(problem=Problem(prompt="1+1="), prompt=prompt, seeds=(1, 2), ids=range(2))
+    return runner.session(Sampling()), [start]
+
+
+def test_a_request_that_the_engine_refuses_leaves_nothing_outstanding() -> None:
+    session, starts = session_on(Refusing(lambda prompt: 0.0))
+    with pytest.raises(RuntimeError, match="no"):
+        session.add(starts)
+    assert not session.outstanding
+
+
+def test_a_session_that_was_given_up_submits_nothing_and_reports_nothing() -> None:
+    engine = Delayed(lambda prompt: 0.0)
+    session, starts = session_on(engine)
+    session.add(starts)
+    session.cancel()
+    session.add(starts)
+    assert not engine.jobs and not session.outstanding and session.advance() == {}
+
+
+def test_the_thread_passes_on_what_the_engine_is_told_and_says() -> None:
+    told: list[str] = []
+
+    class Told(Delayed):
+        def open(self, place: Any) -> None:
+            told.append("open")
+
+        def close(self) -> None:
+            told.append("close")
+
+        def metrics(self) -> dict[str, float]:
+            return {"servers/answering": 1.0}
+
+    client = SharedEngine(Told(lambda prompt: 0.0)).client()
+    client.open(EnginePlace(folder=Path()))
+    client.close()
+    assert told == ["open", "close"] and client.metrics() == {"servers/answering": 1.0}
+    assert isinstance(client.innermost, Told)

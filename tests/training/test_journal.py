@@ -1,5 +1,6 @@
 """The journal and checkpoints of a run that samples ahead: 200 crashes lose no rollout and use none twice."""
 
+import dataclasses
 import json
 import random
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from legato.rollouts.sampling import Sampling
 from legato.training.ahead import Ahead
 from legato.training.collect import Collector
 from legato.training.journal import Journal
+from legato.training.ranks.exchange import read_rollout, write_rollout
 from legato.training.saved_groups import SavedGroup, fingerprint_of
 from tests.training.test_ahead import COUNT, Delayed, alternate, make_judge, no_delay, prompts_of, source, tokens_of, train
 
@@ -273,3 +275,15 @@ def test_unscorable_rollouts_and_components_come_back() -> None:
     rows = list(zip(rollouts, judge(rollouts), strict=True))
     again = SavedGroup.read(SavedGroup.of(0, start, "f", rows).tensors()).rows(start, "f")
     assert again is not None and [score for _, score in again] == [score for _, score in rows]
+
+
+def test_the_prompt_with_an_opening_comes_back() -> None:
+    this = source(1)
+    problem = this.source.training(0)
+    start = this._start(0, problem, this.runner.rendering.prompt(problem))
+    (rollout, *_) = this.runner.play([start], Sampling())[0]
+    opened = dataclasses.replace(rollout, problem=dataclasses.replace(problem, prompt=f"{problem.prompt} go"))
+    tensors: list[Any] = []
+    record = write_rollout((opened, Score(reward=0.0, accuracy=0.0)), start, tensors)
+    again, _ = read_rollout(json.loads(json.dumps(record)), start, iter(tensors))
+    assert again.problem.prompt == f"{problem.prompt} go" and again.problem.key == opened.problem.key

@@ -57,7 +57,9 @@ class Algorithm:
         if self.advantage.of_user:
             check_returned_type(self.advantage, "estimate", estimate, Estimate)
             width = 0 if scores.mask is None else scores.mask.tokens.shape[1]
-            check_returned(self.advantage, "estimate", estimate.advantages, len(scores.rewards), 0, width)
+            rows = len(scores.rewards)
+            check_returned(self.advantage, "estimate", estimate.advantages, rows, 0, width, required=True)
+            check_returned(self.advantage, "estimate (returns)", estimate.returns, rows, width)
         return estimate
 
     def keep(self, samples: Samples, dtype: torch.dtype) -> Tensor | None:
@@ -66,7 +68,7 @@ class Algorithm:
         for part in self.filters:
             decision = call_parts(part.keep, samples)
             if part.of_user:
-                check_returned(part, "keep", decision, len(samples.group), 0)
+                check_returned(part, "keep", decision, len(samples.group), 0, required=True)
             keep = decision.to(dtype) if keep is None else keep * decision.to(dtype)
         return keep
 

@@ -32,12 +32,14 @@ def call_parts(function: Callable[..., _T], *arguments: Any) -> _T:
             raise cause from cause.__cause__
 
 
-def check_returned(part: Any, method: str, value: Any, rows: int, *widths: int) -> None:
-    """Check a tensor that a part returned: [rows, width] for one of the widths; [rows] for the width 0. None passes.
+def check_returned(part: Any, method: str, value: Any, rows: int, *widths: int, required: bool = False) -> None:
+    """Check a tensor that a part returned: [rows, width] for one of the widths; [rows] for the width 0.
+
+    None passes unless a tensor is required.
 
     A tensor of another shape may still broadcast, and would then train on numbers of other rows.
     """
-    if value is None:
+    if value is None and not required:
         return
     shapes = [(rows, width) if width else (rows,) for width in dict.fromkeys(widths)]
     if not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:

@@ -4,6 +4,7 @@ import copy
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -55,20 +56,49 @@ def copy_value(value: Any) -> Any:
         return value
 
 
+class _Outputs:
+    """Standard output and error while user code runs, maybe in several threads at once: streams that it cannot close."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._own: tuple[Any, Any] = (None, None)
+        self._kept: tuple[Any, Any] = (None, None)
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._own = (sys.stdout, sys.stderr)
+                stdout, stderr = (None if output is None else _KeptOpen(output) for output in self._own)
+                self._kept = (stdout, stderr)
+                sys.stdout, sys.stderr = self._kept
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            sys.stdout, sys.stderr = self._own if self._inside == 0 else self._kept
+
+
+_OUTPUTS = _Outputs()
+
+
 @contextmanager
 def settings_restored() -> Iterator[None]:
     """Put back the settings of the process that training depends on: autograd, dtype, threads, output, signal handlers."""
     gradients, dtype, threads = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    outputs, folder = (sys.stdout, sys.stderr), _folder()
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    folder = _folder()
+    # Handlers can be set in the main thread only.
+    watched = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: signal.getsignal(number) for number in watched}
     opened = [number for number in (0, 1, 2) if _is_open(number)]
-    sys.stdout, sys.stderr = (None if output is None else _KeptOpen(output) for output in outputs)
+    _OUTPUTS.enter()
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = outputs
+        _OUTPUTS.leave()
         torch.set_grad_enabled(gradients)
         torch.set_default_dtype(dtype)
         if torch.get_num_threads() != threads:

@@ -304,6 +304,11 @@ class Engine:
         """What the engine measured since this was last called, by the keys of the run's metrics."""
         return {}
 
+    @property
+    def innermost(self) -> "Engine":
+        """The engine that does the work, for one that passes its calls on."""
+        return self
+
     # For a server. An engine with the capability `partial` overrides these.
 
     def decode_briefly(self, watched: Collection[Handle] = ()) -> Progress:

@@ -319,7 +319,7 @@ class Runner:
 
         It has no deadline: how long sampling may take is its own affair.
         """
-        if not is_own(self.engine):
+        if not is_own(self.engine.innermost):
             return function(*arguments)
         with settings_restored(), UserCode(f"the engine {self.engine.name!r}", None) as code:
             try:
@@ -358,6 +358,8 @@ class Session:
     _left: dict[int, int] = field(default_factory=dict)
     """How many episodes of each start are still being played."""
     _added: int = 0
+    _cancelled: bool = False
+    """Nothing more is submitted: an episode may be in the middle of its environment's reply when it is given up."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -380,9 +382,11 @@ class Session:
         requests = [Request(prompt=each[0].prompt, seeds=tuple([one.seed for one in each])) for each in together]
         limits = self.runner.turn_limits(self.runner.limits.max_response_tokens)
         with self._lock:
+            if self._cancelled:
+                return numbers
+            handles = self.runner.call_engine(self.runner.engine.submit, requests, self.sampling, limits)
             self._groups |= groups
             self._left |= {number: len(group) for number, group in groups.items()}
-            handles = self.runner.call_engine(self.runner.engine.submit, requests, self.sampling, limits)
             self._waiting |= dict(zip(handles, together, strict=True))
         return numbers
 
@@ -394,6 +398,8 @@ class Session:
             raise RuntimeError(f"the engine {self.runner.engine.name!r} polled [] with {waiting} requests outstanding")
         ended = self._continue(finished)
         with self._lock:
+            if self._cancelled:
+                return {}
             for playing in ended:
                 self._left[playing.group] -= 1
             done = [number for number in dict.fromkeys(playing.group for playing in ended) if not self._left[number]]
@@ -406,6 +412,7 @@ class Session:
     def cancel(self) -> None:
         """Give up all episodes."""
         with self._lock:
+            self._cancelled = True
             for handle in self._waiting:
                 self.runner.engine.cancel(handle)
             self._waiting.clear()
@@ -455,6 +462,7 @@ class Session:
             turns = [
                 (playing, response)
                 for each in finished
+                if each.handle in self._waiting  # else cancelled meanwhile
                 for playing, response in zip(self._waiting.pop(each.handle), each.responses, strict=True)
             ]
         if isinstance(self.runner.environment, SingleTurn):
@@ -477,6 +485,8 @@ class Session:
             requests = [self._next_request(playing) for playing in together]
             limits = self.runner.turn_limits(left)
             with self._lock:
+                if self._cancelled:
+                    return []
                 handles = self.runner.call_engine(self.runner.engine.submit, requests, self.sampling, limits)
                 self._waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
         return ended

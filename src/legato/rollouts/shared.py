@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from legato.rollouts.engine import Capabilities, Engine, Finished, Handle, Limits, Progress, Request, Response
+from legato.rollouts.engine import Capabilities, Engine, EnginePlace, Finished, Handle, Limits, Progress, Request, Response
 from legato.rollouts.sampling import Sampling
 
 
@@ -162,6 +162,10 @@ class Client(Engine):
     def version(self) -> int:  # type: ignore[override]
         return self.shared.engine.version
 
+    @property
+    def innermost(self) -> Engine:
+        return self.shared.engine
+
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
         return self.shared.submit(self, requests, sampling, limits)
 
@@ -186,6 +190,15 @@ class Client(Engine):
 
     def before_update(self) -> None:
         self.shared.engine.before_update()
+
+    def open(self, place: EnginePlace) -> None:
+        self.shared.engine.open(place)
+
+    def close(self) -> None:
+        self.shared.engine.close()
+
+    def metrics(self) -> dict[str, float]:
+        return self.shared.engine.metrics()
 
     def state(self) -> dict[str, Tensor]:
         return self.shared.engine.state()

@@ -119,6 +119,7 @@ class Ahead(Collector):
             wanted = count - len(groups)
             self._draw_ahead(step, wanted, count, tally)
             groups += [group for group in self._use(wanted, tally) if group is not None]
+        tally.sampler = self.runner.engine.metrics()
         self._check_scored(tally)
         return groups, tally
 

@@ -66,6 +66,9 @@ class Background:
         # The session publishes the first weights and reads `max_turns`: both in the main thread.
         self._runner, self._judge, self._store = runner, judge, store
         self._session = runner.session(sampling)
+        self._adding = threading.Lock()
+        """Held while a group is submitted and noted. Submitting may run the user's code, which may hang, so that nothing
+        that a save needs waits for this lock."""
         self._news = threading.Condition()
         """Guards everything below."""
         self._asked: list[tuple[int, Start]] = []
@@ -86,10 +89,11 @@ class Background:
             return
         if self._runner.engine.capabilities.concurrent:
             # Not left to the thread, which may be waiting for the slowest of the responses it has.
-            with self._news:
+            with self._adding:
                 added = self._session.add(list(starts.values()))
-                self._in_flight |= dict(zip(added, starts.items(), strict=True))
-                self._news.notify_all()
+                with self._news:
+                    self._in_flight |= dict(zip(added, starts.items(), strict=True))
+                    self._news.notify_all()
             return
         with self._news:
             self._asked += starts.items()
@@ -120,7 +124,9 @@ class Background:
         with self._news:
             self._closed = True
             self._news.notify_all()
-        self._session.cancel()
+        if self._runner.engine.capabilities.concurrent:
+            self._session.cancel()
+        # Else the thread cancels after its poll: an engine that hangs must not keep the run from ending.
         self._thread.join(_CLOSE_SECONDS)
 
     # The thread
@@ -131,6 +137,7 @@ class Background:
                 played = self._session.advance()
                 if played and not self._closed:
                     self._finish(played)
+            self._session.cancel()
         except BaseException as error:
             with self._news:
                 self._fault = error
@@ -145,15 +152,16 @@ class Background:
         if self._closed:
             return False
         if asked:
-            places = self._session.add([start for _, start in asked])
-            with self._news:
-                self._in_flight |= dict(zip(places, asked, strict=True))
+            with self._adding:
+                places = self._session.add([start for _, start in asked])
+                with self._news:
+                    self._in_flight |= dict(zip(places, asked, strict=True))
         return True
 
     def _finish(self, played: Mapping[int, list[Rollout]]) -> None:
         with self._runner.turns:
             scores = iter(score_rollouts(self._judge, [rollout for row in played.values() for rollout in row]))
-        with self._news:  # `ask` holds it until the number is known
+        with self._adding, self._news:  # `ask` holds the first until the number is known
             asked = [self._in_flight.pop(place) for place in played]
         rows = [[(rollout, next(scores)) for rollout in row] for row in played.values()]
         sampled = [(number, start, row) for (number, start), row in zip(asked, rows, strict=True)]

@@ -81,7 +81,7 @@ def accuracy_metrics(name: str, answered: Sequence[Sequence[Answered]]) -> dict[
     means = [sum(a.accuracy for a in row) / len(row) for row in answered]
     one = all(len(row) == 1 for row in answered) and all(mean in (0.0, 1.0) for mean in means)
     low, high = wilson_interval(sum(means), len(means)) if one else mean_interval(means)
-    lengths = [len(a.rollout.tokens) for row in answered for a in row]
+    lengths = [a.rollout.length for row in answered for a in row]
     reward = mean_reward(answered)
     return {
         f"eval/accuracy_{name}": sum(means) / len(means),
@@ -156,7 +156,7 @@ class ProblemSet:
             low, high = clustered_interval(values)
             key = f"eval/{self.name}/{measure}"
             metrics |= {key: math.fsum(values) / len(values), f"{key}_low": low, f"{key}_high": high}
-        lengths = [len(a.rollout.tokens) for row in answered for a in row]
+        lengths = [a.rollout.length for row in answered for a in row]
         metrics[f"eval/{self.name}/length"] = sum(lengths) / len(lengths)
         metrics[f"eval/{self.name}/problems"] = float(len(self.problems))
         return metrics

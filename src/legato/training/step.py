@@ -1,5 +1,5 @@
-"""The step, in this order: collect groups; collate; plan the updates; probe the noise when due; score the old policy;
-compute advantages; for each update: forward, objective, backward, optimizer; report.
+"""The step, in this order: collect groups; collate; probe the noise when due; compute advantages; plan the updates; score
+the old policy; for each update: forward, objective, backward, optimizer; report.
 """
 
 from collections.abc import Callable, Mapping

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -80,6 +80,15 @@ class NoServersError(InputError):
     """Too few servers have answered for too long."""
 
 
+class Published(NamedTuple):
+    """Weights that servers may load."""
+
+    version: int
+    folder: Path
+    name: str
+    """What a server calls them."""
+
+
 class Fleet(JobEngine):
     """Samples at servers that hold weights of their own."""
 
@@ -117,6 +126,9 @@ class Fleet(JobEngine):
         self._probe: Probe | None = None
         self._folder: Path | None = None
         """The weights of the current version."""
+        self._published: Published | None = None
+        """What servers load: one value, which other threads read."""
+        self._publishes = 0
         self._base: Path | None = None
         """The weights without adapters, on which servers of the run's own start."""
         self._adapters = False
@@ -297,12 +309,15 @@ class Fleet(JobEngine):
 
     # Weights
 
-    def _weights_name(self, version: int) -> str:
-        return f"{self._token}.{version}"
+    def _new_name(self, version: int) -> str:
+        """A name for weights. Versions repeat when a run goes back to an earlier checkpoint; names do not."""
+        self._publishes += 1
+        return f"{self._token}.{version}.{self._publishes}"
 
     def _version_of(self, name: Any) -> int:
         """The version of the policy that a name of weights stands for; UNKNOWN_VERSION if this run did not give it."""
-        token, _, number = str(name).partition(".")
+        token, _, rest = str(name).partition(".")
+        number = rest.partition(".")[0]
         known = token == self._token and number.isascii() and number.isdigit() and len(number) < 19
         return int(number) if known else UNKNOWN_VERSION
 
@@ -316,8 +331,10 @@ class Fleet(JobEngine):
         with self._lock:
             assert self._folders is not None and self._probe is not None
             began = self.transport.now()
-            self.version = version
-            self._folder = self._folders.write(weights, version, adapters=self._adapters)
+            folder = self._folders.write(weights, version, adapters=self._adapters)
+            # After the folder is whole: a server that comes back meanwhile reads both in its own thread.
+            self._folder, self.version = folder, version
+            self._published = Published(version, folder, self._new_name(version))
             self._probe.score()
             servers = [server for server in self.servers if server.state in (State.UP, State.SUSPECT)]
             self._judge_all(servers, self._at_all(servers, self._load))
@@ -325,27 +342,27 @@ class Fleet(JobEngine):
 
     def _load(self, server: Server) -> ProbeReply:
         """Load the current weights into a server and ask what it computes; in a thread."""
+        assert self._published is not None
         if server.reloads:
-            self._load_folder(server)
+            self._load_folder(server, self._published)
         else:
-            self._restart(server)
+            self._restart(server, self._published)
         return self._ask_probe(server)
 
-    def _load_folder(self, server: Server) -> None:
-        assert self._folder is not None
-        name, seconds = self._weights_name(self.version), self.settings.publish_seconds
-        self.dialect.load(server.client, self._folder, name, adapters=self._adapters, seconds=seconds)
+    def _load_folder(self, server: Server, published: "Published") -> None:
+        seconds = self.settings.publish_seconds
+        self.dialect.load(server.client, published.folder, published.name, adapters=self._adapters, seconds=seconds)
 
-    def _restart(self, server: Server) -> None:
-        """Start a server of the run's own again, on the current weights; in a thread."""
-        assert server.started is not None and self._folder is not None
+    def _restart(self, server: Server, published: "Published") -> None:
+        """Start a server of the run's own again, on published weights; in a thread."""
+        assert server.started is not None
         server.client.close()
-        server.started.start(self._base if self._adapters and self._base is not None else self._folder)
+        server.started.start(self._base if self._adapters and self._base is not None else published.folder)
         server.started.wait_until_ready(server.client, self.settings.start_seconds, lambda: RUN.asked_to_end is not None)
         if self._adapters:
-            self._load_folder(server)
+            self._load_folder(server, published)
         else:
-            self.dialect.rename(server.client, self._weights_name(self.version), CONTACT_SECONDS)
+            self.dialect.rename(server.client, published.name, CONTACT_SECONDS)
 
     def _ask_probe(self, server: Server, *, sample: bool = True) -> ProbeReply:
         assert self._probe is not None
@@ -628,15 +645,16 @@ class Fleet(JobEngine):
 
     def _rejoin(self, server: Server) -> tuple[int, ProbeReply]:
         """Bring a server to the current weights; in a thread. Returns the version and what the server computes."""
-        version = self.version
+        published = self._published
+        assert published is not None, "a server can be dropped only after the first publish"
         if server.started is not None and (not server.started.alive or not server.reloads):
-            self._restart(server)
+            self._restart(server, published)
         else:
             self.dialect.check_alive(server.client)
             self._accept(server, self.dialect.facts(server.client, CONTACT_SECONDS))
-            if self.dialect.weights_name(server.client) != self._weights_name(version):
-                self._load_folder(server)
-        return version, self._ask_probe(server, sample=False)
+            if self.dialect.weights_name(server.client) != published.name:
+                self._load_folder(server, published)
+        return published.version, self._ask_probe(server, sample=False)
 
     def _take_rejoin(self, server: Server, result: Any) -> None:
         server.checking = False

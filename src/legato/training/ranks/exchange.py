@@ -5,7 +5,7 @@ that an episode changed are.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ def write_rollout(pair: ScoredRollout, start: Start, tensors: list[Tensor]) -> d
         "temperature": rollout.temperature,
         "fault": rollout.fault,
         "server": rollout.server,
+        # An opening of its episode is part of the prompt.
+        "prompt": None if rollout.problem.prompt == start.problem.prompt else rollout.problem.prompt,
         **{name: getattr(rollout, name) for name in _LISTS},
         "kind": type(score).__name__,
         "score": asdict(score),
@@ -86,8 +88,9 @@ _SCORES = {each.__name__: each for each in (Score, Unscorable, NotScored)}
 def read_rollout(record: dict[str, Any], start: Start, tensors: Any) -> ScoredRollout:
     """The inverse of `write_rollout`; takes its tensors from the iterator."""
     *earlier, last = [_read_row(each, start, tensors) for each in record["rows"]]
+    prompt = record["prompt"]
     rollout = Rollout(
-        problem=start.problem,
+        problem=start.problem if prompt is None else replace(start.problem, prompt=prompt),
         rollout_id=record["id"],
         earlier=tuple([Row(**fields) for fields in earlier]),
         text=record["text"],
