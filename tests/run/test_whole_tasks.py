@@ -141,7 +141,16 @@ def test_every_task_and_every_reward_is_tested_here() -> None:
     assert {*names("data")} == {"jsonl", "parquet", "gsm8k", "math", "dataset"} | {*ROWS}
     # `judge` asks an endpoint: tests/rewards/test_judge.py.
     used = {reward for _, rewards in TASKS.values() for reward in rewards}
-    assert {*names("reward")} == {*used, "environment", "judge", "math-answer", "math-verify", "reasoning-gym", "format", "length"}
+    assert {*names("reward")} == {
+        *used,
+        "environment",
+        "judge",
+        "math-answer",
+        "math-verify",
+        "reasoning-gym",
+        "format",
+        "length",
+    }
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

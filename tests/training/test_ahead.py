@@ -491,9 +491,8 @@ class Refusing(Delayed):
 
 def session_on(engine: JobEngine) -> tuple[Any, list[Start]]:
     """A session of single turns, and a start for it."""
-    runner = Runner(
-        engine=engine, rendering=Rendering(WORDS), limits=Limits(max_response_tokens=4, end_tokens=(WORDS.eos_token_id,))
-    )
+    limits = Limits(max_response_tokens=4, end_tokens=(WORDS.eos_token_id,))
+    runner = Runner(engine=engine, rendering=Rendering(tokenizer=WORDS), limits=limits)
     prompt = runner.rendering.prompt(Problem(prompt="1+1="))
     start = Start(problem=Problem(prompt="1+1="), prompt=prompt, seeds=(1, 2), ids=range(2))
     return runner.session(Sampling()), [start]

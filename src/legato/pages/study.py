@@ -123,7 +123,8 @@ def _comparisons(results: Results) -> Table:
     return Table(
         title="Registered comparisons",
         note=f"Paired over {len(results['seeds'])} seeds; Student's t intervals at {level:.2%} each, so that all"
-        f" of them hold together in 95 % of studies. Unit: {results['endpoint']['means']}.",
+        f" of them hold together in 95 % of studies. The sd is the larger of that between seeds and the error of the"
+        f" measurements. Unit: {results['endpoint']['means']}.",
         headings=("comparison", "mean", "interval", "sd", "margin", "finding", "so", "censored"),
         rows=tuple(rows),
     )
