@@ -66,7 +66,7 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     (equal,) = re.findall(r"the same numbers \((\d+ comparisons)\)", (ROOT / "docs/peers.md").read_text())
     assert f"the same numbers in all {equal}" in README
     watch = (ROOT / "docs/experiments/health.md").read_text()
-    assert "**10 of 10** fresh seeds" in watch and "On 10 of 10 fresh seeds" in README
+    assert "**10 of 10** fresh seeds" in watch and "on 10 of 10 fresh seeds" in README
     assert "**1 false alarm in 2,500 healthy steps**" in watch and "1 false alarm in 2,500 healthy steps" in README
 
 
