@@ -21,6 +21,7 @@ from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.shared import SharedEngine
 from legato.tasks.source import Joined
+from legato.training import background as background_module
 from legato.training.ahead import Ahead
 from legato.training.background import Background, Turns
 from legato.training.collect import Collector, CollectorSettings
@@ -532,3 +533,45 @@ def test_the_thread_passes_on_what_the_engine_is_told_and_says() -> None:
     client.close()
     assert told == ["open", "close"] and client.metrics() == {"servers/answering": 1.0}
     assert isinstance(client.innermost, Told)
+
+
+def test_a_save_does_not_wait_for_a_group_that_hangs_while_it_is_submitted() -> None:
+    """The opening of an episode is the user's code."""
+    leave, inside = threading.Event(), threading.Event()
+
+    class Hanging(Delayed):
+        def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
+            inside.set()
+            leave.wait(20)
+            return super().submit(requests, sampling, limits)
+
+    this = source(1, engine=Hanging(no_delay))
+    background = Background(this.runner, this.judge, this.sampling, lambda sampled: None)
+    asking = threading.Thread(target=background.ask, args=({0: this._start(0, *_problem(this, 0))},))
+    asking.start()
+    assert inside.wait(10)
+    began = time.monotonic()
+    assert background.finished([0]) == {} and time.monotonic() - began < 5
+    leave.set()
+    asking.join(10)
+    background.close()
+
+
+def test_closing_does_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_module, "_CLOSE_SECONDS", 0.2)
+    leave, inside = threading.Event(), threading.Event()
+
+    class Hanging(Delayed):
+        def poll(self) -> list[Finished]:
+            inside.set()
+            leave.wait(20)
+            return super().poll()
+
+    this = source(1, engine=Hanging(no_delay, concurrent=False))
+    background = Background(this.runner, this.judge, this.sampling, lambda sampled: None)
+    background.ask({0: this._start(0, *_problem(this, 0))})
+    assert inside.wait(10)
+    began = time.monotonic()
+    background.close()
+    assert time.monotonic() - began < 5
+    leave.set()
