@@ -20,6 +20,7 @@ from legato.compare.registration import Study, read_study, registering_commit
 from legato.compare.store import Store
 from legato.compare.study import describe, run_study, warm_ups_first
 from legato.errors import InputError
+from legato.records.directory import RunDirectory
 from tests.proof.command import Command
 from tests.proof.comparisons import OPTIONS, prepare_comparison, write_run
 from tests.proof.runs import differences, trained
@@ -86,6 +87,7 @@ COMPARISON = {
         ({"comparisons": [{**COMPARISON, "terms": COMPARISON["terms"][:1]}]}, "sum is 0"),
         ({"comparisons": [{**COMPARISON, "margin": 0}]}, "margin above 0"),
         ({"comparisons": [{**COMPARISON, "confirms_if": "better"}]}, "above, below, equivalent"),
+        ({"comparisons": [{**COMPARISON, "refutes_if": ["below", "best"]}]}, "got 'best' (refutes_if)"),
         (
             {"comparisons": [{**COMPARISON, "terms": [{"arm": "ona", "bed": "left", "weight": 0}]}]},
             "expected an arm, got 'ona'",
@@ -142,6 +144,14 @@ def test_a_difference_that_is_too_small_does_not_confirm_and_equal_arms_refute(t
     (tmp_path / "narrow").mkdir()
     study, runs = measure(tmp_path / "narrow", survived, comparisons=[narrow])
     assert analyse(study, runs, SEEDS)["verdict"] == "undecided"
+
+
+@pytest.mark.parametrize(("one", "other"), [([2, 2, 2], [2, 2, 2]), ([0, 0, 0], [3, 3, 3])], ids=["equivalent", "below"])
+def test_each_finding_of_a_list_refutes(one: list[int], other: list[int], tmp_path: Path) -> None:
+    survived = {"one left": one, "other left": other, "one right": [1, 1, 1], "other right": [1, 1, 1]}
+    listed = {**COMPARISON, "margin": 1.2, "confirms_if": "above", "refutes_if": ["below", "equivalent"]}
+    study, runs = measure(tmp_path, survived, comparisons=[listed])
+    assert analyse(study, runs, SEEDS)["verdict"] == "refuted"
 
 
 @pytest.mark.parametrize(
@@ -335,3 +345,14 @@ def test_a_study_runs_to_its_verdict_and_a_single_run_of_it_again_to_the_same_bi
     assert again.exit_code == 0 and not again.results["complete"]
     runs = [folder / "runs" / "left-one-seed201" for folder in (tmp_path / "study", tmp_path / "again")]
     assert differences(*map(trained, runs)) == []
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_checkpoints_of_ended_runs_go_where_that_is_asked_for(keep: bool, tmp_path: Path) -> None:
+    file = study_file(tmp_path, sweep={}, endpoint={"kind": "score"}, beds={"left": {"recipe": str(tmp_path / "bed.toml")}})
+    study, folder = read_study(file), tmp_path / "study"
+    run_study(study, folder=folder, only="left-one-seed201", keep_checkpoints=keep, say=lambda text: None)
+    run = RunDirectory(folder / "runs" / "left-one-seed201")
+    assert bool(run.checkpoint_steps()) == keep
+    (job,) = [job for job in jobs(study.definition, folder) if job.seed == 201 and job.arm == "one"]
+    assert outcome(job, Store(folder))["status"] in ("done", "collapsed")

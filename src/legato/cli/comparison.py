@@ -28,6 +28,7 @@ def compare_command(
     out: Path | None,
     unequal: bool,
     retry_failed: bool,
+    keep_checkpoints: bool,
 ) -> int:
     definition = from_arguments(arguments, arms=arms, seeds=seeds, sweep=sweep, unequal=unequal)
     console = Console(highlight=False)
@@ -36,6 +37,7 @@ def compare_command(
         folder=out,
         machine=chosen_machine(parallel, gpus),
         retry_failed=retry_failed,
+        keep_checkpoints=keep_checkpoints,
         say=say_on(console),
     )
     show_tables(console, tables(comparison.results))

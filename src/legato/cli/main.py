@@ -292,6 +292,9 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="The folder of the comparison; else runs/compare-RECIPE.")] = None,
     unequal: Annotated[bool, typer.Option("--unequal", help="Arms may differ in problems, model or budget.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run again what failed before.")] = False,
+    drop_checkpoints: Annotated[
+        bool, typer.Option("--drop-checkpoints", help="Remove the checkpoints of each run when it has ended.")
+    ] = False,
 ) -> None:
     """Compare arms over seeds: legato compare recipes/tiny.toml --arm grpo --arm gspo --seeds 0-4
 
@@ -311,6 +314,7 @@ def compare(
         out=out,
         unequal=unequal,
         retry_failed=retry_failed,
+        keep_checkpoints=not drop_checkpoints,
     )
     raise typer.Exit(code)
 
@@ -335,6 +339,9 @@ def study(
         Path | None, typer.Option(help="A file (.json.gz) for the seeds that were run to their end here.")
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run again what failed before.")] = False,
+    drop_checkpoints: Annotated[
+        bool, typer.Option("--drop-checkpoints", help="Remove the checkpoints of each run when it has ended.")
+    ] = False,
 ) -> None:
     """Run a registered study: legato study studies/frontier.toml --gpus 0 --parallel 16
 
@@ -354,6 +361,7 @@ def study(
         finished=finished or [],
         export=export,
         retry_failed=retry_failed,
+        keep_checkpoints=not drop_checkpoints,
     )
     raise typer.Exit(code)
 

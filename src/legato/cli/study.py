@@ -29,6 +29,7 @@ def study_command(
     finished: list[Path],
     export: Path | None,
     retry_failed: bool,
+    keep_checkpoints: bool,
 ) -> int:
     console = Console(highlight=False)
     study = read_study(file)
@@ -47,6 +48,7 @@ def study_command(
             finished=finished,
             export=export,
             retry_failed=retry_failed,
+            keep_checkpoints=keep_checkpoints,
             say=say_on(console),
         )
     show_tables(console, tables(result.results))

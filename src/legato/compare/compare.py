@@ -58,11 +58,12 @@ def compare(
     folder: Path | None = None,
     machine: Machine | None = None,
     retry_failed: bool = False,
+    keep_checkpoints: bool = True,
     say: Callable[[str], None] = print,
 ) -> Comparison:
     """Train all unfinished runs and collect the results. A stopped comparison continues.
 
-    All configurations are checked before the first run.
+    All configurations are checked before the first run. Without `keep_checkpoints`, those of a run are removed when it ends.
     """
     machine = machine or Machine()
     store, planned = plan_runs(definition, folder or _folder(definition))
@@ -76,7 +77,7 @@ def compare(
             write_pages(store.path, results)
             return results
 
-        code = run_jobs(planned, store, machine, say, report)
+        code = run_jobs(planned, store, machine, say, report, keep_checkpoints=keep_checkpoints)
         results = report()
     reasons = {run["reason"] for run in results["runs"] if run["status"] == "failed"}
     if all(run["status"] == "failed" for run in results["runs"]):
@@ -126,10 +127,12 @@ def run_jobs(
     *,
     seconds: float = math.inf,
     blind: bool = False,
+    keep_checkpoints: bool = True,
 ) -> int:
     """Run all unfinished jobs, with a report now and then; the exit code.
 
     After `seconds` no further run begins; those under way go on to their end. `blind`: say that a run has ended, not how.
+    Without `keep_checkpoints`, those of a run are removed when it has ended.
     """
     by_name = {job.name: job for job in planned}
     tasks = _tasks(planned, store)
@@ -155,6 +158,8 @@ def run_jobs(
             # tried again by the next command.
             say(f"cannot write {error.filename or store.path}: {reason(error)}")
         run = outcome(job, store)
+        if not keep_checkpoints and run["status"] in ("done", "collapsed"):  # what failed may be tried again
+            store.remove_checkpoints(job)
         lines = {
             "done": f"done     {end.name}: {_share(run['score'])} in {duration(run['seconds'])}",
             "collapsed": f"collapsed {end.name}: {run['collapsed']}",

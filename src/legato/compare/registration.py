@@ -26,7 +26,7 @@ detects = 1.0                              # the difference the number of seeds 
 spread = 0.6                               # ... at this standard deviation between seeds
 at_least = 1.0                             # the least mean difference that confirms; without it: any
 confirms_if = "above"                      # "above", "below" or "equivalent"
-refutes_if = "equivalent"
+refutes_if = ["below", "equivalent"]       # one of them or a list
 
 A study may measure in place of training (`lab/measured.py`):
 
@@ -106,8 +106,9 @@ class Comparison:
     at_least: float
     """The mean difference that `confirms_if` asks for beside the verdict. Where it equals the true difference, it is met in
     half of all studies, whatever their power."""
-    confirms_if: str | None = None
-    refutes_if: str | None = None
+    confirms_if: tuple[str, ...] = ()
+    """The findings that confirm; empty: this comparison confirms nothing."""
+    refutes_if: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +176,9 @@ class Study:
             if not getattr(comparison, name) > 0:
                 yield f"expected {name} above 0, got {getattr(comparison, name)}"
         for name in ("confirms_if", "refutes_if"):
-            if getattr(comparison, name) not in (None, *FINDINGS):
-                yield f"expected one of {', '.join(FINDINGS)}, got {getattr(comparison, name)!r} ({name})"
+            for finding in getattr(comparison, name):
+                if finding not in FINDINGS:
+                    yield f"expected one of {', '.join(FINDINGS)}, or a list of them, got {show_value(finding)} ({name})"
 
 
 def read_study(path: Path) -> Study:
@@ -274,6 +276,11 @@ def _comparison(path: Path, number: int, table: Any) -> Comparison:
         detects=float(table["detects"]),
         spread=float(table["spread"]),
         at_least=float(table.get("at_least") or 0.0),
-        confirms_if=table.get("confirms_if"),
-        refutes_if=table.get("refutes_if"),
+        confirms_if=_findings(table.get("confirms_if")),
+        refutes_if=_findings(table.get("refutes_if")),
     )
+
+
+def _findings(value: Any) -> tuple[str, ...]:
+    """One finding or a list of findings; none without a value."""
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)

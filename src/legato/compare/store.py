@@ -141,6 +141,10 @@ class Store:
         self.imported_path(job).parent.mkdir(exist_ok=True)
         self.imported_path(job).write_text(json.dumps(run, allow_nan=False) + "\n", encoding="utf-8")
 
+    def remove_checkpoints(self, job: Job) -> None:
+        """Remove the checkpoints of a run that has ended; its records stay."""
+        shutil.rmtree(self.run_path(job) / "checkpoints", ignore_errors=True)
+
     def clear(self, job: Job) -> None:
         """Remove a run that has no checkpoint: it can only start again."""
         path = self.run_path(job)

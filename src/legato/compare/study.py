@@ -34,13 +34,15 @@ def run_study(
     finished: Sequence[Path] = (),
     export: Path | None = None,
     retry_failed: bool = False,
+    keep_checkpoints: bool = True,
     say: Callable[[str], None] = print,
 ) -> Comparison:
     """Train all unfinished runs. When the last one has ended, compare; before that the results hold no comparison.
 
     With `pilot` the pilot seeds run instead, in a folder of their own. With `only`, the run of that name alone; with
     `seeds`, the runs of those seeds. After `seconds` no further run begins. `finished` names files of runs that were made
-    on other machines; the seeds that were run to their end here are written to the file `export`.
+    on other machines; the seeds that were run to their end here are written to the file `export`. Without
+    `keep_checkpoints`, those of a run are removed when it ends.
     """
     machine = machine or Machine()
     definition = replace(study.definition, seeds=chosen_seeds(study, pilot))
@@ -70,7 +72,9 @@ def run_study(
                 export_runs(export, study, planned, store)  # now and then: a machine may go before the end
             return results
 
-        code = run_jobs(chosen, store, machine, say, report, seconds=seconds, blind=not pilot)
+        code = run_jobs(
+            chosen, store, machine, say, report, seconds=seconds, blind=not pilot, keep_checkpoints=keep_checkpoints
+        )
         results = report()
         if export is not None:
             whole = export_runs(export, study, planned, store)
