@@ -77,16 +77,71 @@ def synthetic_frontier() -> dict[str, Any]:
 def test_the_frontier_and_the_two_by_two_show_means_and_intervals_of_the_seeds() -> None:
     drawn = study_figures(synthetic_frontier())
     assert set(drawn) == {"frontier", "unit-and-band-mixture", "unit-and-band-dense"}
-    mixture = drawn["frontier"].data[0]
-    by_arm = dict(zip(mixture["x"], mixture["y"], strict=True))
+    layout, (_, mixture, _, dense) = drawn["frontier"].layout, drawn["frontier"].data
+    assert layout["xaxis"]["ticktext"] == list(synthetic_frontier()["arms"])
+    by_arm = dict(zip(layout["xaxis"]["ticktext"], mixture["y"], strict=True))
+    # Beds that agree stand beside each other, and arms beyond the sweep are marked.
+    assert dense["y"] == mixture["y"] and not {*dense["x"]} & {*mixture["x"]}
+    assert mixture["marker"]["symbol"] == ["circle", "triangle-up", "circle", "triangle-down"]
+    # Seeds that agree are still known to one step of the grid only.
+    assert mixture["error_y"]["array"][3] > 0
     # Seeds survive 1, 2, 1, 2 rates: the geometric mean of 1e-5 and 2e-5. Where nothing survives: half the least rate.
     assert by_arm["token-wide"] == pytest.approx(1e-5 * 2**0.5) and by_arm["sequence-wide"] == pytest.approx(5e-6)
-    token, sequence = drawn["unit-and-band-mixture"].data
+    _, token, _, sequence = drawn["unit-and-band-mixture"].data
     assert token["y"] == pytest.approx([by_arm["token-wide"], by_arm["token-narrow"]])
     assert sequence["y"] == pytest.approx([by_arm["sequence-wide"], by_arm["sequence-narrow"]])
     assert all(up > 0 for up in token["error_y"]["array"])
-    assert draw_svg(drawn["frontier"]).count("<circle") == 8
+    svg = draw_svg(drawn["frontier"])
+    assert svg.count("<circle") == 2 * (2 + 4 * 4) and svg.count("<polygon") == 4
+    assert "&lt; 1e-5" in svg and ">step<" not in svg
     assert study_figures({**synthetic_frontier(), "complete": False}) == {}
+
+
+def synthetic_scores(kind: str, beds: list[str], sweep: dict[str, list[float]]) -> dict[str, Any]:
+    """A complete study of accuracies: 20 % for one arm and 40 % for the other on the first bed, twice that on the second."""
+    runs = [
+        {
+            "bed": bed,
+            "arm": arm,
+            "seed": seed,
+            "point": point,
+            "status": "done",
+            "score": (place + 1) * share + seed / 1e4,
+            "evaluations": [{"step": 0, "sampled": 0.1, "tokens": 0}, {"step": 5, "sampled": share, "tokens": 2_000_000}],
+        }
+        for place, bed in enumerate(beds)
+        for arm, share in (("grpo", 0.2), ("gspo", 0.4))
+        for seed in (200, 201, 202)
+        for point in ([{axis: value} for axis, values in sweep.items() for value in values] or [{}])
+    ]
+    return {
+        "complete": True,
+        "endpoint": {"kind": kind, "axis": None},
+        "beds": {bed: [] for bed in beds},
+        "arms": {"grpo": {}, "gspo": {}},
+        "seeds": [200, 201, 202],
+        "sweep": sweep,
+        "runs": runs,
+    }
+
+
+def test_accuracies_are_drawn_bed_by_bed() -> None:
+    drawn = study_figures(synthetic_scores("score", ["exact", "bf16"], {}))
+    assert set(drawn) == {"accuracy"}
+    grpo, gspo = drawn["accuracy"].data
+    assert grpo["y"] == pytest.approx([0.2201, 0.4201]) and gspo["y"] == pytest.approx([0.4201, 0.8201])
+    assert drawn["accuracy"].layout["xaxis"]["ticktext"] == ["exact", "bf16"]
+    swept = study_figures(synthetic_scores("score", ["short", "long"], {"training.lr": [3e-5, 1e-4, 3e-4]}))
+    assert set(swept) == {"accuracy-short", "survival-short", "accuracy-long", "survival-long"}
+    assert [trace["y"][0] for trace in swept["accuracy-long"].data] == pytest.approx([0.4201, 0.8201])
+    assert "3e-4" in draw_svg(swept["accuracy-long"])
+
+
+def test_a_study_of_efficiency_shows_accuracy_over_tokens() -> None:
+    drawn = study_figures(synthetic_scores("area", ["mixture"], {}))
+    assert set(drawn) == {"curves", "accuracy"}
+    grpo, gspo = drawn["curves"].data
+    assert grpo["x"] == [0.0, 2.0] and grpo["y"] == pytest.approx([0.1, 0.2]) and gspo["y"][1] == pytest.approx(0.4)
 
 
 def test_every_verdict_of_the_ledger_has_a_stored_file_and_a_command() -> None:

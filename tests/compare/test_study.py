@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from legato.compare.analysis import analyse, area, frontier
+from legato.compare.analysis import analyse, area
 from legato.compare.finished import export_runs
 from legato.compare.jobs import jobs
 from legato.compare.outcomes import outcome
@@ -19,6 +19,7 @@ from legato.compare.processes import Machine
 from legato.compare.registration import Study, read_study, registering_commit
 from legato.compare.store import Store
 from legato.compare.study import describe, run_study, warm_ups_first
+from legato.diagnostics.statistics.frontier import frontier
 from legato.errors import InputError
 from legato.records.directory import RunDirectory
 from tests.proof.command import Command

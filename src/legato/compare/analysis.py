@@ -7,6 +7,7 @@ from typing import Any
 
 from legato.compare.outcomes import COUNTED
 from legato.compare.registration import Comparison, Study, Term
+from legato.diagnostics.statistics.frontier import frontier
 from legato.diagnostics.statistics.paired import ERROR_RATE, WANTED_POWER, Paired, compare_pairs, power, seeds_needed
 
 Outcome = Mapping[str, Any]
@@ -61,20 +62,6 @@ def share_variance(value: float, problems: int | None) -> float:
     count = problems
     share = (value * count + 1) / (count + 2)
     return share * (1 - share) / count
-
-
-def frontier(survived: Mapping[float, bool]) -> dict[str, Any]:
-    """log2 of the largest value up to which all survived. Half the smallest value if none did."""
-    values = sorted(survived)
-    stable = 0
-    while stable < len(values) and survived[values[stable]]:
-        stable += 1
-    steps = [math.log2(high / low) for low, high in pairwise(values)]
-    edge = values[stable - 1] if stable else values[0] / 2 ** (steps[0] if steps else 1)
-    # A frontier read off a grid is off by up to one step: the variance of a uniform error.
-    variance = (max(steps) if steps else 1.0) ** 2 / 12
-    censored = "low" if stable == 0 else "high" if stable == len(values) else None
-    return {"value": math.log2(edge), "variance": variance, "censored": censored}
 
 
 def area(evaluations: Sequence[Mapping[str, Any]]) -> float:

@@ -1,7 +1,7 @@
 """Draws figures as SVG files, for papers and pages without scripts, and converts them to PNG if a tool is installed.
 
-Supported of plotly's dictionaries: scatter (lines, markers, bands, error bars) and bars over linear, logarithmic and
-category axes, and straight lines. Everything else is left out.
+Supported of plotly's dictionaries: scatter (lines, circles and triangles, bands, error bars) and bars over linear,
+logarithmic and category axes, and straight lines. Everything else is left out.
 """
 
 import html
@@ -224,13 +224,21 @@ def _scatter(trace: Trace, before: Trace | None, x: _Scale, y: _Scale) -> list[s
     if "markers" in mode:
         marker = trace.get("marker", {})
         colours, radius = marker.get("color", colour), marker.get("size", 8) / 2
+        symbols = marker.get("symbol", "circle")
         for number, (a, b) in enumerate(places):
             if a is not None and b is not None:
                 own = colours[number] if isinstance(colours, list | tuple) else colours
-                parts.append(
-                    f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{radius:g}" fill="{own}" opacity="{marker.get("opacity", 1)}"/>'
-                )
+                symbol = symbols[number] if isinstance(symbols, list | tuple) else symbols
+                parts.append(_marker(symbol, a, b, radius, own, marker.get("opacity", 1)))
     return parts
+
+
+def _marker(symbol: str, x: float, y: float, radius: float, colour: str, opacity: float) -> str:
+    if symbol in ("triangle-up", "triangle-down"):
+        tip = -1.3 * radius if symbol == "triangle-up" else 1.3 * radius
+        corners = [(x - 1.2 * radius, y - tip / 1.5), (x + 1.2 * radius, y - tip / 1.5), (x, y + tip)]
+        return f'<polygon points="{_points(corners)}" fill="{colour}" opacity="{opacity}"/>'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" fill="{colour}" opacity="{opacity}"/>'
 
 
 def _errors(trace: Trace, x: _Scale, y: _Scale, colour: str) -> list[str]:
@@ -243,7 +251,11 @@ def _errors(trace: Trace, x: _Scale, y: _Scale, colour: str) -> list[str]:
         at, top, bottom = x.at(a), y.at(b + up), y.at(b - down)
         if at is not None and top is not None:
             bottom = y.start if bottom is None else bottom
-            parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{top:.1f}" y2="{bottom:.1f}" stroke="{colour}"/>')
+            strokes = [(at, at, top, bottom), (at - 4, at + 4, top, top), (at - 4, at + 4, bottom, bottom)]
+            parts += [
+                f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
+                for x1, x2, y1, y2 in strokes
+            ]
     return parts
 
 

@@ -5,159 +5,334 @@ stand in the tables.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from legato.diagnostics.statistics.frontier import frontier
 from legato.diagnostics.statistics.intervals import wilson_interval
 from legato.diagnostics.statistics.paired import mean_interval
 from legato.pages.comparison_figures import ARMS, DASHES
 from legato.pages.comparison_tables import Results
-from legato.pages.traces import Figure, figure
+from legato.pages.traces import Figure, Trace, figure
 
 LABELS = {
     "gradient-noise": "variance added by the ratio (doublings)",
     "ratio-bias": "sine of the angle to the exact gradient",
 }
 """What the number of a measurement is, short enough for an axis."""
+AXES = {"training.lr": "learning rate", "training.router_noise": "noise on the routers", "length": "length (tokens)"}
+"""Swept options in words."""
+_ACCURACY = {"tickformat": ".0%", "title": {"text": "held-out accuracy at the end"}}
 
 
 def study_figures(results: Results) -> dict[str, Figure]:
     """Figures by name, for the kind of the study; empty before it is complete."""
     if not results["complete"]:
         return {}
-    draw = _frontier if results["endpoint"]["kind"] == "frontier" else _scores
-    drawn = (_measured if results.get("measure") is not None else draw)(results)
+    kinds: Mapping[str, Callable[[Results], dict[str, Figure | None]]] = {
+        "frontier": _frontier,
+        "measured": _measured,
+        "area": lambda results: {**_curves(results), **_scores(results)},
+    }
+    drawn = kinds.get(results["endpoint"]["kind"], _scores)(results)
     return {name: each for name, each in drawn.items() if each is not None}
+
+
+# Frontiers
 
 
 def _frontier(results: Results) -> dict[str, Figure | None]:
     """The largest stable value by arm and bed, and the 2 x 2 of unit and band where the arms are named so."""
-    axis = results["endpoint"]["axis"]
-    values = results["sweep"][axis]
-    ticks = {"type": "log", "tickvals": values, "ticktext": [f"{value:g}" for value in values]}
-    layout = {"yaxis": {**ticks, "title": {"text": f"largest stable {axis}"}}}
-    by_bed = []
-    for number, bed in enumerate(results["beds"]):
-        arms = [arm for arm in results["arms"] if _frontiers(results, bed, arm)]
-        rows = [_frontiers(results, bed, arm) for arm in arms]
-        by_bed.append(_points(bed or "all", arms, rows, number, transform=lambda value: 2.0**value, lines=False))
-    drawn: dict[str, Figure | None] = {
-        "frontier": figure("Largest stable learning rate", _frontier_note(results), by_bed, layout)
-    }
-    for bed in results["beds"]:
-        units = {
-            unit: [_frontiers(results, bed, f"{unit}-{band}") for band in ("wide", "narrow")]
-            for unit in ("token", "sequence")
-        }
-        if all(all(rows) for rows in units.values()):
+    axis, beds = results["endpoint"]["axis"], list(results["beds"])
+    name = f"largest stable {AXES.get(axis, axis)}"
+    arms = list(results["arms"])
+    traces = [
+        trace
+        for number, bed in enumerate(beds)
+        for trace in _frontier_traces(results, bed, bed, dict(enumerate(arms)), number, len(beds))
+    ]
+    layout = _frontier_layout(results, arms, "arm", name)
+    drawn = {"frontier": figure(name.capitalize(), _frontier_note(results), traces, layout)}
+    for bed in beds:
+        units = {unit: {0: f"{unit}-wide", 1: f"{unit}-narrow"} for unit in ("token", "sequence")}
+        if all(_frontiers(results, bed, arm) for places in units.values() for arm in places.values()):
             traces = [
-                _points(f"{unit} ratio", ["wide band", "narrow band"], rows, number, transform=lambda value: 2.0**value)
-                for number, (unit, rows) in enumerate(units.items())
+                trace
+                for number, (unit, places) in enumerate(units.items())
+                for trace in _frontier_traces(results, bed, f"{unit} ratio", places, number, 2, lines=True)
             ]
             title = f"Unit of the ratio and width of the band{f', {bed}' if bed else ''}"
+            layout = _frontier_layout(results, ["wide band", "narrow band"], "band", name)
             drawn[f"unit-and-band{f'-{bed}' if bed else ''}"] = figure(title, _frontier_note(results), traces, layout)
     return drawn
 
 
+def _frontier_layout(results: Results, names: Sequence[str], across: str, up: str) -> dict[str, Any]:
+    values = sorted(results["sweep"][results["endpoint"]["axis"]])
+    below = values[0] / (
+        values[1] / values[0] if len(values) > 1 else 2
+    )  # where the analysis puts a seed that survives none
+    labels = {
+        "tickvals": [below, *values],
+        "ticktext": [f"< {_short(values[0])}", *(_short(value) for value in values)],
+    }
+    ends = [math.log10(below / 1.4), math.log10(values[-1] * 1.5)]
+    return {
+        "xaxis": _categories(names, across),
+        "yaxis": {"type": "log", **labels, "range": ends, "title": {"text": up}},
+        "hovermode": "closest",
+    }
+
+
 def _frontier_note(results: Results) -> str:
-    seeds = len(results["seeds"])
-    return f"Geometric mean over {seeds} seeds with 95 % intervals; a seed beyond the sweep counts with its edge."
+    return (
+        f"Geometric mean over {len(results['seeds'])} seeds with 95 % intervals, which are never narrower than one step of"
+        " the sweep allows; small dots are seeds. A triangle points to where the frontier of at least one seed lies beyond"
+        " the sweep: such a seed counts with the last value that it survived, or with half of the least."
+    )
 
 
-def _frontiers(results: Results, bed: str, arm: str) -> list[float]:
-    """log2 of the frontier of each seed; half the least value where nothing survived."""
+def _frontier_traces(
+    results: Results, bed: str, name: str, places: Mapping[int, str], number: int, count: int, *, lines: bool = False
+) -> list[Trace]:
+    """The seeds as small dots, and their means with intervals."""
+    middle, above, below, at, symbols = [], [], [], [], []
+    dots: list[tuple[float, float]] = []
+    for place, arm in places.items():
+        seeds = _frontiers(results, bed, arm)
+        if not seeds:
+            continue
+        logs = [seed["value"] for seed in seeds]
+        mean = math.fsum(logs) / len(logs)
+        floor = math.sqrt(math.fsum(seed["variance"] for seed in seeds) / len(seeds))
+        low, high = mean_interval(logs, floor=floor) or (mean, mean)
+        x = _beside(place, number, count)
+        at.append(x)
+        middle.append(2.0**mean)
+        above.append(2.0**high - 2.0**mean)
+        below.append(2.0**mean - 2.0**low)
+        censored = {seed["censored"] for seed in seeds}
+        symbols.append("triangle-down" if "low" in censored else "triangle-up" if "high" in censored else "circle")
+        width = 0.09
+        dots += [(x + width * (2 * (order + 0.5) / len(logs) - 1), 2.0**value) for order, value in enumerate(sorted(logs))]
+    summary = _trace(name, at, middle, above, below, number, lines)
+    summary["marker"]["symbol"] = symbols
+    colour = summary["marker"]["color"]
+    seeds_trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": f"{name}, seeds",
+        "showlegend": False,
+        "x": [x for x, _ in dots],
+        "y": [y for _, y in dots],
+        "marker": {"color": colour, "size": 5, "opacity": 0.35},
+    }
+    return [seeds_trace, summary]
+
+
+def _frontiers(results: Results, bed: str, arm: str) -> list[dict[str, Any]]:
+    """The frontier of each seed, as the analysis has it; empty if the arm did not run on the bed."""
     axis = results["endpoint"]["axis"]
     frontiers = []
     for seed in results["seeds"]:
         runs = [run for run in results["runs"] if (run["bed"], run["arm"], run["seed"]) == (bed, arm, seed)]
         if not runs:
             return []
-        edge = min(run["point"][axis] for run in runs) / 2
-        for run in sorted(runs, key=lambda run: run["point"][axis]):
-            if run["status"] != "done":
-                break
-            edge = run["point"][axis]
-        frontiers.append(math.log2(edge))
+        frontiers.append(frontier({run["point"][axis]: run["status"] == "done" for run in runs}))
     return frontiers
 
 
+# Accuracies
+
+
 def _scores(results: Results) -> dict[str, Figure | None]:
-    """Accuracy at the end: by the swept value (or the experts that flipped, where these were recorded), or by arm."""
-    axes = [axis for axis, values in results["sweep"].items() if all(isinstance(value, int | float) for value in values)]
-    accuracy = {"tickformat": ".0%", "title": {"text": "held-out accuracy at the end"}}
-    note = f"Mean over {len(results['seeds'])} seeds with 95 % intervals."
-    if not axes:
-        arms = list(results["arms"])
-        rows = [[run["score"] for run in results["runs"] if run["arm"] == arm] for arm in arms]
-        return {
-            "accuracy": figure("Accuracy at the end", note, [_points("", arms, rows, 0, lines=False)], {"yaxis": accuracy})
-        }
-    (axis,) = axes[:1]
-    flips = [run.get("flip_mean") for run in results["runs"]]
-    shown = "experts that flipped" if axis == "training.router_noise" and all(each is not None for each in flips) else axis
-    curves, survival = [], []
-    for number, arm in enumerate(results["arms"]):
-        at = {
-            value: [run for run in results["runs"] if run["arm"] == arm and run["point"][axis] == value]
-            for value in results["sweep"][axis]
-        }
-        if not all(at.values()):
-            continue
-        places = [
-            math.fsum(run["flip_mean"] for run in runs) / len(runs) if shown != axis else value for value, runs in at.items()
-        ]
-        curves.append(_points(arm, places, [[run["score"] or 0.0 for run in runs] for runs in at.values()], number))
-        survival.append(_shares(arm, places, [[run["status"] == "done" for run in runs] for runs in at.values()], number))
-    xaxis = {"title": {"text": shown}, **({"tickformat": ".0%"} if shown != axis else {})}
-    alive = {"tickformat": ".0%", "range": [-0.02, 1.05], "title": {"text": "runs that survived"}}
-    return {
-        "accuracy": figure("Accuracy at the end by dose", note, curves, {"xaxis": xaxis, "yaxis": accuracy}),
-        "survival": figure("Survival by dose", "Wilson 95 % intervals.", survival, {"xaxis": xaxis, "yaxis": alive}),
+    """Accuracy at the end and survival: over a swept number for each bed, else by bed or by arm."""
+    numeric = [axis for axis, values in results["sweep"].items() if all(isinstance(value, int | float) for value in values)]
+    if not numeric:
+        return _scores_by_bed(results)
+    drawn: dict[str, Figure | None] = {}
+    for bed in results["beds"]:
+        several = len(results["beds"]) > 1
+        runs = [run for run in results["runs"] if run["bed"] == bed]
+        accuracy, survival = _scores_over(results, runs, numeric[0], f", {bed}" if several else "")
+        drawn[f"accuracy{f'-{bed}' if several else ''}"] = accuracy
+        drawn[f"survival{f'-{bed}' if several else ''}"] = survival
+    return drawn
+
+
+def _scores_over(
+    results: Results, runs: Sequence[Mapping[str, Any]], axis: str, where: str
+) -> tuple[Figure | None, Figure | None]:
+    """Accuracy and survival over a swept option, or over the experts that flipped where noise made them flip."""
+    flipped = axis == "training.router_noise" and all(run.get("flip_mean") is not None for run in runs)
+    values = results["sweep"][axis]
+    logarithmic = not flipped and min(values) > 0 and max(values) >= 4 * min(values)
+    rows: dict[str, dict[float, list[Mapping[str, Any]]]] = {}
+    for arm in results["arms"]:
+        at = {value: [run for run in runs if run["arm"] == arm and run["point"][axis] == value] for value in values}
+        if all(at.values()):
+            rows[arm] = at
+    places = {
+        arm: [math.fsum(run["flip_mean"] for run in each) / len(each) if flipped else value for value, each in at.items()]
+        for arm, at in rows.items()
     }
+    places = _aside(places, logarithmic)
+    curves = [
+        _points(arm, places[arm], [[run["score"] or 0.0 for run in each] for each in at.values()], number)
+        for number, (arm, at) in enumerate(rows.items())
+    ]
+    alive = [
+        _shares(arm, places[arm], [[run["status"] == "done" for run in each] for each in at.values()], number)
+        for number, (arm, at) in enumerate(rows.items())
+    ]
+    shown = "experts that flipped" if flipped else AXES.get(axis, axis)
+    xaxis: dict[str, Any] = {"title": {"text": shown}}
+    if flipped:
+        xaxis["tickformat"] = ".0%"
+    elif logarithmic:
+        xaxis |= {"type": "log", "tickvals": list(values), "ticktext": [_short(value) for value in values]}
+    by = "dose" if flipped else shown
+    survived = {"tickformat": ".0%", "range": [-0.02, 1.05], "title": {"text": "runs that survived"}}
+    return (
+        figure(f"Accuracy at the end by {by}{where}", _note(results), curves, {"xaxis": xaxis, "yaxis": _ACCURACY}),
+        figure(f"Survival by {by}{where}", "Wilson 95 % intervals.", alive, {"xaxis": xaxis, "yaxis": survived}),
+    )
+
+
+def _scores_by_bed(results: Results) -> dict[str, Figure | None]:
+    """Accuracy at the end: arms beside each other on every bed; on a single bed, arm by arm."""
+    beds, arms = list(results["beds"]), list(results["arms"])
+    scores = {
+        (bed, arm): [run["score"] or 0.0 for run in results["runs"] if (run["bed"], run["arm"]) == (bed, arm)]
+        for bed in beds
+        for arm in arms
+    }
+    if len(beds) == 1:
+        traces = [_points("", list(range(len(arms))), [scores[beds[0], arm] for arm in arms], 0, lines=False)]
+        xaxis = _categories(arms, "arm")
+    else:
+        traces = [
+            _points(
+                arm,
+                [_beside(place, number, len(arms)) for place, bed in enumerate(beds) if scores[bed, arm]],
+                [scores[bed, arm] for bed in beds if scores[bed, arm]],
+                number,
+                lines=False,
+            )
+            for number, arm in enumerate(arms)
+        ]
+        xaxis = _categories(beds, "bed")
+    layout = {"xaxis": xaxis, "yaxis": _ACCURACY, "hovermode": "closest"}
+    return {"accuracy": figure("Accuracy at the end", _note(results), traces, layout)}
+
+
+def _curves(results: Results) -> dict[str, Figure | None]:
+    """Accuracy over sampled tokens for each bed: means over seeds at every evaluation, at their mean number of tokens."""
+    drawn: dict[str, Figure | None] = {}
+    for bed in results["beds"]:
+        traces = []
+        for number, arm in enumerate(results["arms"]):
+            runs = [run for run in results["runs"] if (run["bed"], run["arm"]) == (bed, arm) and run["evaluations"]]
+            if not runs:
+                continue
+            count = min(len(run["evaluations"]) for run in runs)
+            at = [[run["evaluations"][place] for run in runs] for place in range(count)]
+            tokens = [math.fsum(each["tokens"] for each in row) / len(row) / 1e6 for row in at]
+            traces.append(_points(arm, tokens, [[each["sampled"] for each in row] for row in at], number))
+        where = f", {bed}" if len(results["beds"]) > 1 else ""
+        layout = {
+            "xaxis": {"title": {"text": "million sampled tokens"}},
+            "yaxis": {"tickformat": ".0%", "title": {"text": "held-out accuracy"}},
+        }
+        name = f"curves{f'-{bed}' if where else ''}"
+        drawn[name] = figure(f"Accuracy over sampled tokens{where}", _note(results), traces, layout)
+    return drawn
+
+
+def _note(results: Results) -> str:
+    return f"Mean over {len(results['seeds'])} seeds with 95 % intervals."
+
+
+# Measurements
 
 
 def _measured(results: Results) -> dict[str, Figure | None]:
     """The measured value by the first swept axis, a figure for each value of the second."""
     first, *others = results["sweep"]
+    values = results["sweep"][first]
     drawn: dict[str, Figure | None] = {}
     for other in results["sweep"][others[0]] if others else [None]:
+        places = _aside({arm: list(values) for arm in results["arms"]}, logarithmic=True)
         traces = []
         for number, arm in enumerate(results["arms"]):
             runs = [run for run in results["runs"] if run["arm"] == arm and (not others or run["point"][others[0]] == other)]
-            rows = [[run["value"] for run in runs if run["point"][first] == value] for value in results["sweep"][first]]
-            traces.append(_points(arm, list(results["sweep"][first]), rows, number))
-        ticks = {"tickvals": results["sweep"][first], "ticktext": [str(value) for value in results["sweep"][first]]}
+            rows = [[run["value"] for run in runs if run["point"][first] == value] for value in values]
+            traces.append(_points(arm, places[arm], rows, number))
+        ticks = {"tickvals": values, "ticktext": [str(value) for value in values]}
         layout = {
-            "xaxis": {"type": "log", "title": {"text": f"{first} (tokens)" if first == "length" else first}, **ticks},
+            "xaxis": {"type": "log", "title": {"text": AXES.get(first, first)}, **ticks},
             "yaxis": {"title": {"text": LABELS.get(results["measure"], results["measure"])}},
         }
         name = "by-length" if other is None else f"by-length-{others[0]}{other:g}"
         title = results["title"] if other is None else f"{results['title']}, {others[0]} {other:g}"
-        drawn[name] = figure(title, results["endpoint"]["means"], traces, layout)
+        note = f"{results['endpoint']['means'].capitalize()}. {_note(results)}"
+        drawn[name] = figure(title, note, traces, layout)
     return drawn
+
+
+# Traces
+
+
+def _categories(names: Sequence[str], title: str) -> dict[str, Any]:
+    """An axis of names at 0, 1, 2 ..., so that traces can stand beside each other."""
+    places = list(range(len(names)))
+    return {"title": {"text": title}, "tickvals": places, "ticktext": list(names), "range": [-0.5, len(names) - 0.5]}
+
+
+def _beside(place: float, number: int, count: int) -> float:
+    """The place of one of `count` traces around the place of a category."""
+    return place + 0.24 * (number - (count - 1) / 2)
+
+
+def _aside(places: Mapping[str, Sequence[float]], logarithmic: bool) -> dict[str, list[float]]:
+    """Places moved apart by under a hundredth of the axis, since arms that agree would hide each other's intervals."""
+    every = [math.log(place) if logarithmic else place for row in places.values() for place in row]
+    step = 0.008 * ((max(every) - min(every)) if every else 0.0)
+    shifts = {arm: step * (number - (len(places) - 1) / 2) for number, arm in enumerate(places)}
+    return {
+        arm: [place * math.exp(shifts[arm]) if logarithmic else place + shifts[arm] for place in row]
+        for arm, row in places.items()
+    }
+
+
+def _short(value: float) -> str:
+    """1.2e-4 for 0.00012; 0.05 as it is."""
+    if value == 0 or abs(value) >= 1e-2:
+        return f"{value:g}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def _points(
     name: str,
-    places: Sequence[Any],
+    places: Sequence[float],
     rows: Sequence[Sequence[float]],
     number: int,
     *,
-    transform: Callable[[float], float] = float,
     lines: bool = True,
-) -> dict[str, Any]:
+) -> Trace:
     """A trace of means with their t intervals."""
     middle, above, below = [], [], []
     for values in rows:
         mean = math.fsum(values) / len(values)
         low, high = mean_interval(values) or (mean, mean)
-        middle.append(transform(mean))
-        above.append(transform(high) - transform(mean))
-        below.append(transform(mean) - transform(low))
+        middle.append(mean)
+        above.append(high - mean)
+        below.append(mean - low)
     return _trace(name, places, middle, above, below, number, lines)
 
 
-def _shares(name: str, places: Sequence[Any], rows: Sequence[Sequence[bool]], number: int) -> dict[str, Any]:
+def _shares(name: str, places: Sequence[float], rows: Sequence[Sequence[bool]], number: int) -> Trace:
     """A trace of shares with their Wilson intervals."""
     middle = [sum(row) / len(row) for row in rows]
     ends = [wilson_interval(sum(row), len(row)) for row in rows]
@@ -168,21 +343,19 @@ def _shares(name: str, places: Sequence[Any], rows: Sequence[Sequence[bool]], nu
 
 def _trace(
     name: str,
-    places: Sequence[Any],
+    places: Sequence[float],
     middle: Sequence[float],
     above: Sequence[float],
     below: Sequence[float],
     number: int,
     lines: bool,
-) -> dict[str, Any]:
+) -> Trace:
     colour = ARMS[number % len(ARMS)]
-    # Arms that agree would hide each other's intervals: each is moved aside by a hundredth.
-    aside = [place * (1 + 0.015 * number) if isinstance(place, int | float) else place for place in places]
     return {
         "type": "scatter",
         "mode": "lines+markers" if lines else "markers",
         "name": name,
-        "x": aside,
+        "x": list(places),
         "y": list(middle),
         "line": {"color": colour, "width": 2, "dash": DASHES[number % len(DASHES)]},
         "marker": {"color": colour, "size": 9},

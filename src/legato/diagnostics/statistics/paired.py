@@ -60,13 +60,16 @@ def compare_pairs(differences: Sequence[float], *, comparisons: int, margin: flo
     return Paired(differences=tuple(differences), mean=mean, low=low, high=high, spread=spread, verdict=verdict)
 
 
-def mean_interval(values: Sequence[float], comparisons: int = 1) -> tuple[float, float] | None:
-    """Student's t interval of a mean, at the level 1 - 0.05 / comparisons; None with one value."""
+def mean_interval(values: Sequence[float], comparisons: int = 1, floor: float = 0.0) -> tuple[float, float] | None:
+    """Student's t interval of a mean, at the level 1 - 0.05 / comparisons; None with one value.
+
+    `floor`: the least standard deviation to assume, as in `compare_pairs`.
+    """
     count = len(values)
     if count < 2:
         return None
     mean = math.fsum(values) / count
-    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+    spread = max(floor, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1)))
     half = critical_t(ERROR_RATE / comparisons, count - 1) * spread / math.sqrt(count)
     return mean - half, mean + half
 
