@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import random
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 import tomli_w
 
-from legato.compare.analysis import analyse, area
+from legato.compare import analysis
+from legato.compare.analysis import analyse, area, describe_power
 from legato.compare.finished import export_runs
-from legato.compare.jobs import jobs
+from legato.compare.jobs import jobs, points
 from legato.compare.outcomes import outcome
 from legato.compare.processes import Machine
 from legato.compare.registration import Study, read_study, registering_commit
@@ -357,3 +359,61 @@ def test_the_checkpoints_of_ended_runs_go_where_that_is_asked_for(keep: bool, tm
     assert bool(run.checkpoint_steps()) == keep
     (job,) = [job for job in jobs(study.definition, folder) if job.seed == 201 and job.arm == "one"]
     assert outcome(job, Store(folder))["status"] in ("done", "collapsed")
+
+
+REGISTERED = sorted((Path(__file__).parents[2] / "studies").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", REGISTERED, ids=lambda file: file.stem)
+def test_every_registered_study_has_the_seeds_for_its_power(file: Path) -> None:
+    study = read_study(file)
+    for each in describe_power(study, len(study.definition.seeds)):
+        assert each["power"] >= each["wanted"], each
+
+
+def simulated_runs(study: Study) -> list[dict[str, Any]]:
+    """Runs of every cell that a registered study compares, still without their outcomes."""
+    cells = {(term.arm, term.bed) for comparison in study.comparisons for term in comparison.terms}
+    return [
+        {"arm": arm, "bed": bed, "seed": seed, "point": point}
+        for seed in study.definition.seeds
+        for arm, bed in sorted(cells)
+        for point in points(study.definition)
+    ]
+
+
+def within(hits: int, share: float, studies: int) -> float:
+    """How far a share of simulated studies lies from the stated one, in standard errors of the simulation."""
+    return (hits / studies - share) / math.sqrt(share * (1 - share) / studies)
+
+
+@pytest.mark.parametrize("gap", [0.0, 1.0])
+def test_of_2000_simulated_studies_of_the_frontier_few_are_false_and_most_find_the_registered_difference(
+    gap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frontiers scatter so that the difference of two has the registered spread, the rounding to the grid included."""
+    study = read_study(next(file for file in REGISTERED if file.stem == "frontier"))
+    axis, generator, studies = "training.lr", random.Random(5), 2000
+    rates = sorted(study.definition.sweep[axis])
+    runs = [(run, rates.index(run["point"][axis])) for run in simulated_runs(study)]
+    first = study.comparisons[0]
+    spread = math.sqrt(first.spread**2 / 2 - 1 / 12)
+    verdicts, hits, false = set(), 0, 0
+    monkeypatch.setattr(analysis, "power", lambda *_: 0.0)  # an integral that no verdict depends on
+    for _ in range(studies):
+        middle = generator.uniform(2, 3)  # where between two rates the frontiers lie
+        edge = 0
+        for run, place in runs:
+            if place == 0:
+                ahead = gap * (run["arm"] == "sequence-narrow" and run["bed"] == "mixture")
+                edge = round(generator.gauss(middle + ahead, spread))
+            run["status"] = "done" if place <= edge else "collapsed"
+        results = analyse(study, [run for run, _ in runs], study.definition.seeds)
+        findings = {each["name"]: each["finding"] for each in results["comparisons"]}
+        verdicts.add(results["verdict"])
+        hits += findings[first.name] == "above"
+        false += any(finding in ("above", "below") for finding in findings.values())
+    if gap:
+        assert first.detects == gap and within(hits, 0.8, studies) > -2.6
+    else:
+        assert within(false, 0.05, studies) < 2.6 and "confirmed" not in verdicts

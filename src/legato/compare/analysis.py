@@ -11,6 +11,8 @@ from legato.diagnostics.statistics.frontier import frontier
 from legato.diagnostics.statistics.paired import ERROR_RATE, WANTED_POWER, Paired, compare_pairs, power, seeds_needed
 
 Outcome = Mapping[str, Any]
+Cell = tuple[str, str, int]
+"""Arm, bed and seed: the runs of one cell differ in swept values only."""
 
 
 def is_complete(runs: Sequence[Outcome]) -> bool:
@@ -20,7 +22,10 @@ def is_complete(runs: Sequence[Outcome]) -> bool:
 
 def analyse(study: Study, runs: Sequence[Outcome], seeds: Sequence[int]) -> dict[str, Any]:
     """The comparisons of a complete study, and its verdict."""
-    compared = [_compare(study, comparison, runs, seeds) for comparison in study.comparisons]
+    cells: dict[Cell, list[Outcome]] = {}
+    for run in runs:
+        cells.setdefault((run["arm"], run["bed"], run["seed"]), []).append(run)
+    compared = [_compare(study, comparison, cells, seeds) for comparison in study.comparisons]
     return {"comparisons": compared, "verdict": _verdict(compared)}
 
 
@@ -38,13 +43,13 @@ def describe_power(study: Study, seeds: int) -> list[dict[str, Any]]:
     ]
 
 
-def endpoint(study: Study, term: Term, seed: int, runs: Sequence[Outcome]) -> dict[str, Any]:
+def endpoint(study: Study, term: Term, seed: int, cells: Mapping[Cell, Sequence[Outcome]]) -> dict[str, Any]:
     """{"value", "variance", "censored"} of a term at one seed.
 
     `variance` is that of the measurement itself. `censored` is "low" or "high" where a frontier lies beyond the sweep.
     """
-    here = [run for run in runs if (run["arm"], run["bed"], run["seed"]) == (term.arm, term.bed, seed)]
-    here = [run for run in here if all(run["point"][path] == value for path, value in term.at.items())]
+    cell = cells[term.arm, term.bed, seed]
+    here = [run for run in cell if all(run["point"][path] == value for path, value in term.at.items())]
     if study.endpoint.kind == "frontier":
         assert study.endpoint.axis is not None
         return frontier({run["point"][study.endpoint.axis]: run["status"] == "done" for run in here})
@@ -75,8 +80,10 @@ def area(evaluations: Sequence[Mapping[str, Any]]) -> float:
     return math.fsum(weighted) / float(total)
 
 
-def _compare(study: Study, comparison: Comparison, runs: Sequence[Outcome], seeds: Sequence[int]) -> dict[str, Any]:
-    measured = {seed: [endpoint(study, term, seed, runs) for term in comparison.terms] for seed in seeds}
+def _compare(
+    study: Study, comparison: Comparison, cells: Mapping[Cell, Sequence[Outcome]], seeds: Sequence[int]
+) -> dict[str, Any]:
+    measured = {seed: [endpoint(study, term, seed, cells) for term in comparison.terms] for seed in seeds}
     weights = [term.weight for term in comparison.terms]
     differences = [
         math.fsum(weight * each["value"] for weight, each in zip(weights, values, strict=True))
