@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import repeat
 from legato.diagnostics.statistics.paired import compare_pairs
 from legato.pages.drawing import draw_svg
 from legato.pages.study import markdown
@@ -67,6 +68,7 @@ def experiment_page(results: Results) -> str:
         for line in ("", f"![{drawing.title}](../figures/study-{name}-{part}.svg)", "", drawing.caption)
     ]
     made = [f"- {_made(each)}" for each in results.get("made") or [results["machine"]]]
+    again = [f"- {sentence}" for sentence in repeat.sentences(name)]
     return (
         "\n".join(
             [
@@ -77,6 +79,7 @@ def experiment_page(results: Results) -> str:
                 f" `legato study studies/{name}.toml`. Runs were made:",
                 "",
                 *made,
+                *again,
                 "",
                 "## Reading",
                 "",

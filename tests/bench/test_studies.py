@@ -2,18 +2,16 @@
 
 import hashlib
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import claims, provenance, recipes, studies
+from benchmarks import claims, provenance, recipes, repeat, studies
 from legato.compare.analysis import analyse
 from legato.compare.processes import Machine
 from legato.compare.registration import read_study
-from legato.compare.study import run_study
 from legato.lab.measured import measure_seed
 from legato.pages.drawing import draw_svg
 from legato.pages.study_figures import study_figures
@@ -169,16 +167,50 @@ def test_the_commits_of_results_are_recorded() -> None:
     assert {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")} <= set(recorded)
 
 
-def chosen_runs(name: str) -> list[dict[str, Any]]:
-    """Two stored runs of a study, chosen by a fixed seed."""
-    return random.Random(12).sample(STORED[name]["runs"], 2)
+STORED_RUN = {
+    "status": "done",
+    "problems": 48,
+    "evaluations": [{"step": step, "sampled": share, "tokens": step} for step, share in ((0, 0.2), (5, 0.3), (25, 0.5))],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragments"),
+    [
+        ({}, []),
+        ({"status": "collapsed"}, ["collapsed"]),
+        ({5: 0.35, 25: 0.6}, []),  # within three errors of 48 problems
+        ({0: 0.6}, ["step 0: 0.600 in place of 0.200"]),
+        ({25: 0.0}, ["step 25: 0.000 in place of 0.500"]),
+    ],
+    ids=["the same", "another ending", "near", "another start", "another end"],
+)
+def test_a_run_made_again_on_a_gpu_agrees_within_its_error(changes: dict[Any, Any], fragments: list[str]) -> None:
+    again = STORED_RUN | {key: value for key, value in changes.items() if isinstance(key, str)}
+    again["evaluations"] = [{**each, "sampled": changes.get(each["step"], each["sampled"])} for each in again["evaluations"]]
+    found = repeat.disagreements(STORED_RUN, again, exact=False)
+    assert len(found) == len(fragments) and all(part in text for part, text in zip(fragments, found, strict=True))
+    assert bool(repeat.disagreements(STORED_RUN, again, exact=True)) == (STORED_RUN["evaluations"] != again["evaluations"])
+
+
+def test_the_page_of_a_study_shows_the_runs_that_were_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [
+        {"name": "one", "stored": [0.2, 0.5], "again": [0.25, 0.5], "disagreements": []},
+        {"name": "other", "stored": [0.2, 0.5], "again": [0.2, 0.0], "disagreements": ["step 25: too far"]},
+    ]
+    content = {"exact": False, "date": "2026-11-18", "device": "NVIDIA H200", "commit": "abc", "runs": runs}
+    (tmp_path / "dose.json").write_text(json.dumps(content))
+    monkeypatch.setattr(repeat, "REPEATS", tmp_path)
+    page = studies.experiment_page(STORED["dose"])
+    assert "made again on 2026-11-18 (NVIDIA H200" in page and "`other` does not agree: step 25: too far" in page
+    assert "`one` agrees within 3 standard errors" in page and "25.0, 50.0 %; stored 20.0, 50.0 %" in page
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, results in STORED.items() if results.get("measure")])
 def test_two_measured_runs_of_each_study_give_the_stored_numbers_to_the_bit(name: str) -> None:
     study = read_study(ROOT / "studies" / f"{name}.toml")
-    for stored in chosen_runs(name):
+    for stored in repeat.chosen_runs(name):
         measured = {run["name"]: run for run in measure_seed(study, stored["seed"])}
         assert measured[stored["name"]] == {**stored, "point": dict(stored["point"])}
 
@@ -190,18 +222,9 @@ def test_two_trained_runs_of_each_study_give_the_stored_numbers(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    made = STORED[name].get("made") or [{"device": STORED[name]["machine"].get("device", "")}]
-    if any("NVIDIA" in str(each["device"]) for each in made):
-        pytest.skip("made on a GPU: `legato study FILE --gpus 0 --only NAME` repeats a run there")
+    if repeat.made_on_gpu(STORED[name]):
+        pytest.skip(f"made on a GPU: `python -m benchmarks.repeat {name} --gpus 0` makes two runs again there")
     study = read_study(ROOT / "studies" / f"{name}.toml")
-    for stored in chosen_runs(name):
-        again = run_study(study, folder=tmp_path / "again", machine=Machine(), only=stored["name"], say=lambda _: None)
-        assert again.exit_code == 0
-        evaluations = [
-            record["eval/accuracy_sampled"]
-            for record in map(
-                json.loads, (again.folder / "runs" / stored["name"] / "metrics.jsonl").read_text().splitlines()
-            )
-            if record.get("kind") == "evaluation"
-        ]
-        assert [round(value, 6) for value in evaluations] == [each["sampled"] for each in stored["evaluations"]]
+    for stored in repeat.chosen_runs(name):
+        again = repeat.run_again(study, stored, tmp_path / "again", Machine())
+        assert repeat.disagreements(stored, again, exact=True) == []
