@@ -115,7 +115,8 @@ def experiment_page(results: Mapping[str, Any]) -> str:
             f"The task is `recipes/tiny.toml` (GSPO at its published settings, learning rate"
             f" {results['lr']:g}), with {first} healthy"
             " steps per seed. Every arm continues from a copy of these steps, bit for bit, with a fault from the next step"
-            f" on. The fault stays when a run is rolled back. Machine: {results['machine']}."
+            f" on. The fault stays when a run is rolled back. Machine: {results['machine']}. It is one bed and one"
+            " algorithm: nothing here says how the rules do on another."
         ),
         "",
         *paragraph(

@@ -61,13 +61,32 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     parts = json.loads((results / "gpu.json").read_text())["sections"]["B8"]["parts"]
     ours, trl = (parts[name]["seconds"]["step"] for name in ("Legato", "TRL defaults"))
     assert f"takes {ours:.2f} s" in README and f"`generate` {trl:.2f} s: {trl / ours:.1f} times" in README
-    decoded = json.loads((results / "large.json").read_text())["sampling only"]["tokens_per_second"]
-    assert f"decodes {decoded:,.0f} tokens/s" in README
+    our_peak, their_peak = (parts[name]["peak_gib"] for name in ("Legato", "TRL defaults"))
+    assert f"peak of {our_peak:.1f} GiB where\n  TRL has {their_peak:.1f}" in README
+    large = json.loads((results / "large.json").read_text())
+    assert f"decodes {large['sampling only']['tokens_per_second']:,.0f} tokens/s" in README
+    beside = large["before full training"]
+    assert f"{beside['slots']} rows fit: {beside['tokens_per_second']:,.0f} tokens/s" in README
+    smollm2 = json.loads((results / "smollm2-gpu.json").read_text())
+    first, last = (100 * smollm2["evaluations"][place]["eval/accuracy_sampled"] for place in (0, -1))
+    assert f"from {first:.1f} to {last:.1f} % on held-out additions" in README
+    assert f"in {smollm2['seconds']:.0f} s on" in README
     (equal,) = re.findall(r"the same numbers \((\d+ comparisons)\)", (ROOT / "docs/peers.md").read_text())
     assert f"the same numbers in all {equal}" in README
     watch = (ROOT / "docs/experiments/health.md").read_text()
     assert "**10 of 10** fresh seeds" in watch and "on 10 of 10 fresh seeds" in README
     assert "**1 false alarm in 2,500 healthy steps**" in watch and "1 false alarm in 2,500 healthy steps" in README
+    assert "56 of 75 faulty runs raised an alarm" in watch and "56 of 75 runs were noticed" in README
+
+
+def test_the_sizes_of_upcycled_smollm2_follow_from_its_shape() -> None:
+    """30 layers of width 576 with an MLP of 1536, of 134.5 million parameters; 16 bytes each with gradient and Adam."""
+    page = (ROOT / "docs" / "upcycling.md").read_text()
+    dense, mlp = 134_515_008, 30 * 3 * 576 * 1536
+    for experts in (4, 8, 16):
+        whole, active = (dense + (count - 1) * mlp + 30 * 576 * experts for count in (experts, 2))
+        sizes = f"{whole / 1e6:,.1f}M | {active / 1e6:.1f}M | {16 * whole / 1e9:.1f} GB"
+        assert f"| {experts} experts, 2 a token | {sizes} |" in page
 
 
 def test_the_training_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
