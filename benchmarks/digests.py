@@ -50,6 +50,7 @@ ALGORITHMS = [
     "vespo",
     "seq-product",
     "grpo",
+    "grpo-baseline",
     "dr-grpo",
     "dapo",
     "cispo",

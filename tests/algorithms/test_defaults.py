@@ -15,6 +15,7 @@ DEFAULTS = {
     "gspo-token": ([("clip", {"low": 3e-4, "high": 4e-4})], "sequence-mean", "group-z", 4, True),
     "turn-gspo": ([("clip", {"low": 3e-4, "high": 4e-4, "scale": "none"})], "sequence-mean", "group-z", 4, True),
     "grpo": ([("clip", {"low": 0.2, "high": 0.2})], "sequence-mean", "group-z", 4, True),
+    "grpo-baseline": ([("clip", {"low": 0.2, "high": 0.27})], "sequence-mean", "group-z", 4, True),
     "dr-grpo": ([("clip", {"low": 0.2, "high": 0.2})], "sequence-sum-over-constant", "group-centre", 4, True),
     "dapo": ([("clip", {"low": 0.2, "high": 0.28})], "group-token-mean", "group-z", 16, True),
     "cispo": ([("weight-clip", {"cap": 5.0, "floor": 0.0})], "group-token-mean", "group-z", 16, True),

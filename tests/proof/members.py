@@ -37,6 +37,7 @@ MEMBERS: dict[str, Member] = {
     "gspo-token": Member(units=FINE, aggregate=aggregation.sequence_mean, differentiated=False),
     "turn-gspo": Member(units=("sequence", "turn"), aggregate=aggregation.sequence_mean, needs=("turn",)),
     "grpo": Member(units=FINE, aggregate=aggregation.sequence_mean),
+    "grpo-baseline": Member(units=FINE, aggregate=aggregation.sequence_mean),
     "dr-grpo": Member(units=FINE, aggregate=CONSTANT, overrides={"aggregate.constant": GENERATION_BUDGET}),
     "dapo": Member(units=FINE, aggregate=aggregation.group_token_mean),
     "cispo": Member(units=FINE, aggregate=aggregation.group_token_mean, differentiated=False),

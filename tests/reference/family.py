@@ -108,6 +108,7 @@ FAMILY: dict[str, Callable[[Batch], Result]] = {
     "gspo-token": gspo_token,
     "turn-gspo": partial(segment_clip, aggregate=aggregation.sequence_mean, low=3e-4, high=4e-4, level="turn"),
     "grpo": partial(token_clip, aggregate=aggregation.sequence_mean),
+    "grpo-baseline": partial(token_clip, aggregate=aggregation.sequence_mean, high=0.27),
     "dr-grpo": partial(token_clip, aggregate=partial(aggregation.sequence_sum_over_constant, constant=GENERATION_BUDGET)),
     "dapo": partial(token_clip, aggregate=aggregation.group_token_mean, high=0.28),
     "cispo": cispo,

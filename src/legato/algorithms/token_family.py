@@ -61,6 +61,27 @@ def grpo() -> Algorithm:
 
 
 @register_algorithm(
+    paper="Group Sequence Policy Optimization, arXiv 2507.18071 (its baseline)",
+    cautions=(
+        "The paper tuned this band for its own model; on a mixture it adds Routing Replay (training.routing_replay = 'R2').",
+        "1/L_i under-weights the tokens of long answers, right or wrong; 1/std over-weights nearly solved prompts.",
+    ),
+)
+def grpo_baseline() -> Algorithm:
+    """GRPO as the GSPO paper ran it beside GSPO: `grpo` with a clip of 0.2 below and 0.27 above.
+
+    J = (1/N) sum_i (1/L_i) sum_t CLIP(w_it, A_i; 0.2, 0.27)
+    """
+    return Algorithm(
+        name="grpo-baseline",
+        advantage=GroupStandard(),
+        objective=Objective(ratio=_token_ratio(), trust=(Clip(low=0.2, high=0.27),)),
+        aggregate=SequenceMean(),
+        settings=_FOUR_UPDATES,
+    )
+
+
+@register_algorithm(
     paper="Understanding R1-Zero-Like Training, arXiv 2503.20783",
     cautions=("The constant must not vary between steps: the padded width of a batch is not one.",),
 )

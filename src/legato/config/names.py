@@ -383,6 +383,7 @@ ALGORITHMS: dict[str, str] = {
     'vespo': 'VESPO: a smooth kernel on the product ratio, as a detached weight',
     'seq-product': "The unnormalised product ratio with PPO's clip",
     'grpo': 'Group Relative Policy Optimization',
+    'grpo-baseline': 'GRPO as the GSPO paper ran it beside GSPO: `grpo` with a clip of 0.2 below and 0.27 above',
     'dr-grpo': 'GRPO done right: no division by the length or by the standard deviation',
     'dapo': 'Decoupled Clip and Dynamic Sampling Policy Optimization',
     'cispo': 'Clipped IS-weight Policy Optimization: the weight is clipped, no token is dropped',
