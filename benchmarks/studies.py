@@ -3,18 +3,17 @@
     legato study studies/frontier.toml --out runs/study-frontier
     python -m benchmarks.studies runs/study-frontier          # writes studies/results/frontier.json
 
-`READINGS` says what the numbers of a study mean and what speaks against them, in sentences whose numbers come from the file.
+`benchmarks/readings.py` says what the numbers of a study mean and what speaks against them.
 """
 
 import argparse
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import repeat
-from legato.diagnostics.statistics.paired import compare_pairs
+from benchmarks.readings import READINGS, Results
 from legato.pages.drawing import draw_svg
 from legato.pages.study import markdown
 from legato.pages.study_figures import study_figures
@@ -23,8 +22,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "studies" / "results"
 DROPPED = ("clip", "routing", "phases", "made")
 """Of a run: curves and times that no page shows; `made` is kept once for all runs of a slice."""
-
-Results = Mapping[str, Any]
 
 
 def load_results() -> dict[str, dict[str, Any]]:
@@ -98,185 +95,6 @@ def _made(each: Mapping[str, Any]) -> str:
         return f"{each.get('device', 'a machine that was not recorded')}; date under Written, commit not recorded"
     commit = (each["commit"] or "unknown")[:12]
     return f"{each['runs']} runs on {each['date']}, commit {commit}, {each['device']}, torch {each['torch']}"
-
-
-def _mean(results: Results, arm: str, key: str = "score", **at: Any) -> float:
-    values = [
-        run[key]
-        for run in results["runs"]
-        if run["arm"] == arm and all(run["point"][path.replace("__", ".")] == value for path, value in at.items())
-    ]
-    return math.fsum(values) / len(values)
-
-
-def _comparison(results: Results, name: str) -> str:
-    each = next(each for each in results["comparisons"] if each["name"] == name)
-    low, high = each["interval"]
-    return f"{each['mean']:+.3g} ({low:+.3g} to {high:+.3g})"
-
-
-def _seeds_alone(each: Mapping[str, Any], count: int) -> tuple[float, float, float]:
-    """(low, high, sd) of a comparison from the differences between seeds alone, without the error of the held-out problems
-    that the analysis takes as the least sd; at the level of the page. Not registered: it says what the floor decides."""
-    paired = compare_pairs(each["differences"], comparisons=count, margin=each["margin"], floor=0.0)
-    return paired.low, paired.high, paired.spread
-
-
-def _points(results: Results, place: int) -> str:
-    """Seeds alone, in points."""
-    low, high, _ = _seeds_alone(results["comparisons"][place], len(results["comparisons"]))
-    return f"{100 * low:+.1f} to {100 * high:+.1f}"
-
-
-def _dose(results: Results) -> list[str]:
-    noises = results["sweep"]["training.router_noise"]
-    flips = ", ".join(f"{100 * _mean(results, 'grpo', 'flip_mean', training__router_noise=noise):.1f}" for noise in noises)
-    ended = sum(run["status"] == "done" for run in results["runs"])
-    first = results["comparisons"][0]
-    low, high = (100 * end for end in first["interval"])
-
-    def curve(arm: str) -> str:
-        return ", ".join(f"{100 * _mean(results, arm, training__router_noise=noise):.1f}" for noise in noises)
-
-    return [
-        f"The noise made {flips} % of the active experts flip. {ended} of {len(results['runs'])} runs survived: at these"
-        f" doses flips ended"
-        " no run.",
-        f"At the largest dose GRPO lost {100 * first['mean']:.1f} points in the mean. By the registered analysis a harm of 10"
-        f" points is not excluded ({low:+.1f} to {high:+.1f}), so the study neither confirms nor refutes the claim.",
-        f"**That verdict rests on an assumption.** The analysis takes as the least sd the error of {first['spread']:.2f} that"
-        " 48 held-out problems would have as single, unpaired answers. Seeds alone differ by"
-        f" {_seeds_alone(first, len(results['comparisons']))[2]:.3f} (0.08 was registered), and give {_points(results, 0)}: with"
-        " them the harm would count as equivalent to none and the claim as refuted. The assumption was made before the"
-        " registration.",
-        "Routing Replay closed no more than half of the harm at 10 % flips: there was hardly any harm to close.",
-        f"GRPO lost more than GSPO at the largest dose by {100 * results['comparisons'][2]['mean']:.1f} points; by seeds alone"
-        f" {_points(results, 2)}, which would be a difference, and by the registered analysis it is undecided.",
-        "The noise perturbs the gates too. Routing Replay restores the experts and not their gates, so this is not a dose of"
-        " flips alone.",
-        f"Not registered, so a guess for another study: with the noise GSPO went {curve('gspo')} %, GRPO {curve('grpo')} %.",
-        "One bed, a mixture of 2.5 M weights, 150-token answers, one learning rate (6e-5). It says nothing about larger"
-        " models.",
-        "The opposite case: router noise is symmetric, drawn for each step and held over its 16 updates, while flips in training follow the drift of the"
-        " routers; a"
-        " harmless dose of the one need not be a harmless dose of the other. And the learning rate is one at which"
-        " nothing collapses,"
-        " so the claim that flips make GRPO collapse where it would else be near the edge is not tested; the frontier"
-        " study is.",
-    ]
-
-
-def _length(results: Results) -> list[str]:
-    grown = _comparison(results, "token ratio, 600 tokens minus 40, drift 0.03")
-    far = _comparison(results, "token ratio, 600 tokens minus 40, drift 0.1")
-    between = _comparison(results, "token minus sequence, 600 tokens, drift 0.03")
-    product = _comparison(results, "product ratio, 600 tokens minus 40, drift 0.03")
-
-    def variances(drift: float) -> str:
-        return ", ".join(
-            f"{_mean(results, 'none', 'variance', length=length, drift=drift):.2g}" for length in results["sweep"]["length"]
-        )
-
-    return [
-        f"Undecided by the registered rule; both of its conditions point the other way. From 40 to 600 tokens the variance"
-        f" that the token ratio adds changes"
-        f" by {grown} doublings at drift 0.03 and by {far} at drift 0.1. At 600 tokens the token ratio has less variance"
-        f" than the sequence"
-        f" ratio ({between}).",
-        'The registered rule says "undecided", because it asked whether the growth is above 0 or equivalent to 0 and not'
-        " whether it is"
-        " below. The change at drift 0.03 and the difference between the ratios are smaller than the margin of 0.25 doublings,"
-        " and the first interval ends at almost 0.",
-        "The change at drift 0.1 comes mostly from its denominator: the variance without a ratio grows with the drift.",
-        "The positive control failed. At drift 0.1 the product of 600 ratios should have a far larger variance; 64 responses"
-        " miss its tail. So absent growth is weak evidence, less so for the token ratio, whose weights stay near 1.",
-        f"The product of the ratios was expected to be the noisy one; at drift 0.03 its growth is {product}.",
-        f"All variances fall with length (without a ratio, drift 0.1: {variances(0.1)} at 40, 150 and 600 tokens), since"
-        f" a response's"
-        " gradient is a mean over its tokens. The spread of log s falls too, as the sampled log-ratios are averaged;"
-        " neither is evidence"
-        " for the other.",
-        "A likely cause, not tested: a token that the move made unlikely has a large gradient and a ratio far below 1,"
-        " so the ratio damps"
-        " exactly the largest terms. A sequence ratio, being near 1, does not.",
-        "The opposite case: nothing is clipped here, and clipping is where token ratios and sequence ratios differ most;"
-        " the model has"
-        " two layers; the move is one step of signs for random advantages, which no training makes; the trace of the"
-        " covariance is"
-        " dominated by few coordinates; and 64 responses measure a heavy-tailed variance badly (the two pilot seeds had"
-        " signs of their"
-        " own). The study suggests, for this one move, that the ratio alone does not make long responses noisy, not that long responses train well.",
-    ]
-
-
-def _bias(results: Results) -> list[str]:
-    exact = max(run["value"] for run in results["runs"] if run["arm"] == "product")
-    sines = {
-        arm: ", ".join(
-            f"{_mean(results, arm, 'value', length=length, drift=0.1):.3f}" for length in results["sweep"]["length"]
-        )
-        for arm in ("token", "sequence", "none")
-    }
-    return [
-        f"At drift 0.1 the sine of the angle to the exact gradient is {sines['token']} for the token ratio at 2, 4, 6"
-        f" and 8 tokens,"
-        f" {sines['sequence']} for the sequence ratio and {sines['none']} with no weight at all. The product, which is"
-        f" the importance"
-        f" weight, has at most {exact:.0e}: the enumeration is right.",
-        f"Both registered conditions hold: the token ratio is a biased weight whose bias grows with length"
-        f" ({_comparison(results, 'token ratio, 8 tokens minus 2, drift 0.1')}), and it is further off than the sequence"
-        f" ratio"
-        f" ({_comparison(results, 'token minus sequence, 8 tokens, drift 0.1')}).",
-        "The second difference is small: its mean is below the margin of 0.02 that was registered as not mattering, and its"
-        " interval ends just above it. Growth with length is not specific to tokens: the sequence ratio and no weight at all"
-        " grow as much, and the lead of the sequence ratio does not grow. Each length draws a world of its own, so pairs of"
-        " lengths share little."
-        " The sequence"
-        " ratio is nearly as biased as the token ratio, and both are little better than no weight"
-        f" ({_comparison(results, 'no weight minus token ratio, 8 tokens, drift 0.1')}). \"GSPO's ratio is the right"
-        f' importance weight" does'
-        " not follow.",
-        "The opposite case: rewards are independent random numbers, the hardest case for a weight that looks at single"
-        " tokens, and"
-        " policies are tables of three tokens. With rewards that depend on few tokens the biases may be smaller and in"
-        " another order.",
-    ]
-
-
-def _exponent(results: Results) -> list[str]:
-    arms = {arm: f"{100 * _mean(results, arm):.1f}" for arm in results["arms"]}
-    clips = {arm: f"{100 * _mean(results, arm, 'clip_mean'):.0f}" for arm in results["arms"]}
-    start = math.fsum(run["start"] for run in results["runs"]) / len(results["runs"])
-    spread = max(each["spread"] for each in results["comparisons"])
-    alone = [_seeds_alone(each, len(results["comparisons"]))[2] for each in results["comparisons"]]
-    gained = 100 * (math.fsum(run["score"] for run in results["runs"]) / len(results["runs"]) - start)
-    return [
-        f"From {100 * start:.1f} % the arms reached, in the mean over {len(results['seeds'])} seeds, "
-        + ", ".join(f"{arm} {value} %" for arm, value in arms.items())
-        + ".",
-        f"In 16 steps hardly anything was learned ({gained:+.1f} points in the mean over arms), so the study could hardly"
-        " have told the exponents apart; it needs longer runs, not more arms.",
-        "Over the whole run "
-        + ", ".join(f"{arm} clipped {value} %" for arm, value in clips.items())
-        + " of the tokens; the bands were made equal for the first step of two pilot seeds only.",
-        f"The sd of {spread:.2f} is the error that 40 held-out problems would have as single answers, which the analysis takes"
-        f" as the least; between seeds it is {min(alone):.2f} to {max(alone):.2f}. With it the power for 15 points is"
-        f" {min(each['power_at_measured_spread'] for each in results['comparisons']):.0%} to"
-        f" {max(each['power_at_measured_spread'] for each in results['comparisons']):.0%}. Five seeds of a tiny model"
-        f" say little.",
-        "The opposite case: lengths here are 37 to 88 tokens, so the exponents differ by a factor of 2.4 between the"
-        " shortest and the longest response; over responses of 100 to 10,000 tokens they would differ by a factor of a hundred. With a = 0 the"
-        " gradient of a long"
-        " response is larger too, which the optimizer undoes only on average.",
-    ]
-
-
-READINGS: dict[str, Callable[[Results], list[str]]] = {
-    "dose": _dose,
-    "length": _length,
-    "bias": _bias,
-    "exponent": _exponent,
-}
 
 
 def main() -> None:

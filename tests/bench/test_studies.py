@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 
 from benchmarks import claims, provenance, recipes, repeat, studies
 from legato.compare.analysis import analyse
+from legato.compare.jobs import points
 from legato.compare.processes import Machine
 from legato.compare.registration import read_study
+from legato.compare.study import describe
 from legato.lab.measured import measure_seed
 from legato.pages.drawing import draw_svg
 from legato.pages.study_figures import study_figures
@@ -140,6 +143,49 @@ def test_a_study_of_efficiency_shows_accuracy_over_tokens() -> None:
     assert set(drawn) == {"curves", "accuracy"}
     grpo, gspo = drawn["curves"].data
     assert grpo["x"] == [0.0, 2.0] and grpo["y"] == pytest.approx([0.1, 0.2]) and gspo["y"][1] == pytest.approx(0.4)
+
+
+REGISTERED = sorted(path.stem for path in (ROOT / "studies").glob("*.toml"))
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTERED if name not in STORED])
+def test_a_registered_study_has_its_reading_before_its_results(name: str) -> None:
+    """With made-up results: numbers and the case for the opposite, so that nobody argues backwards from the data."""
+    study = read_study(ROOT / "studies" / f"{name}.toml")
+    generator = random.Random(3)
+    runs = [
+        {
+            "name": f"run {seed}",
+            "bed": bed,
+            "arm": arm,
+            "seed": seed,
+            "point": point,
+            "status": "done" if generator.random() < 0.8 else "collapsed",
+            "score": generator.random(),
+            "start": 0.25,
+            "problems": 256,
+            "clip_mean": 0.4,
+            "flip_mean": 0.03,
+            "reason": None,
+            "evaluations": [
+                {"step": 0, "sampled": 0.25, "tokens": 0},
+                {"step": 9, "sampled": generator.random(), "tokens": 900},
+            ],
+        }
+        for seed in study.definition.seeds
+        for bed, options in study.definition.beds.items()
+        for arm in study.definition.arms
+        if options.arms is None or arm in options.arms
+        for point in points(study.definition)
+    ]
+    registered = {"commit": "0" * 40, "date": "2026-11-18T00:00:00+00:00"}
+    results = describe(study, runs, Machine(), pilot=False, seeds=study.definition.seeds, registered=registered)
+    page = studies.experiment_page(results)
+    assert "The opposite case" in page and "With the measured spread the power" in page
+    for comparison in study.comparisons:
+        assert comparison.name[1:] in page
+    for part in study_figures(results):
+        assert f"figures/study-{name}-{part}.svg" in page
 
 
 def test_every_verdict_of_the_ledger_has_a_stored_file_and_a_command() -> None:
