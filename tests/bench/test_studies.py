@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import claims, provenance, recipes, repeat, studies
+from benchmarks import claims, provenance, rates, recipes, repeat, studies
 from legato.compare.analysis import analyse
 from legato.compare.jobs import points
 from legato.compare.processes import Machine
@@ -49,7 +49,7 @@ def test_every_study_has_a_reading_with_the_opposite_case_and_figures(name: str)
 
 def synthetic_frontier() -> dict[str, Any]:
     """A complete frontier study: sequence-narrow survives three rates more than token-wide; nothing survives for one arm."""
-    rates = [1e-5, 2e-5, 4e-5, 8e-5, 1.6e-4]
+    values = [1e-5, 2e-5, 4e-5, 8e-5, 1.6e-4]
     survived = {"token-wide": 1, "sequence-narrow": 4, "token-narrow": 2, "sequence-wide": 0}
     runs = [
         {
@@ -62,7 +62,7 @@ def synthetic_frontier() -> dict[str, Any]:
         for bed in ("mixture", "dense")
         for arm, count in survived.items()
         for seed in (200, 201, 202, 203)
-        for place, rate in enumerate(rates)
+        for place, rate in enumerate(values)
     ]
     return {
         "complete": True,
@@ -70,7 +70,7 @@ def synthetic_frontier() -> dict[str, Any]:
         "beds": {"mixture": [], "dense": []},
         "arms": {arm: {} for arm in survived},
         "seeds": [200, 201, 202, 203],
-        "sweep": {"training.lr": rates},
+        "sweep": {"training.lr": values},
         "runs": runs,
     }
 
@@ -143,6 +143,18 @@ def test_a_study_of_efficiency_shows_accuracy_over_tokens() -> None:
     assert set(drawn) == {"curves", "accuracy"}
     grpo, gspo = drawn["curves"].data
     assert grpo["x"] == [0.0, 2.0] and grpo["y"] == pytest.approx([0.1, 0.2]) and gspo["y"][1] == pytest.approx(0.4)
+
+
+def test_the_rate_of_an_arm_is_the_best_of_those_that_are_stable_with_room() -> None:
+    results = synthetic_frontier()
+    for run in results["runs"]:
+        # The larger the rate, the more is learned before a collapse.
+        end = 1e3 * run["point"]["training.lr"]
+        run["evaluations"] = [{"sampled": 0.0, "tokens": 0}, {"sampled": end, "tokens": 10}]
+    # Seeds of sequence-narrow survive 4 or 5 of the 5 rates: the third has a stable double.
+    assert rates.best_rate(results, "sequence-narrow")[0] == 4e-5
+    assert list(rates.best_rate(results, "sequence-narrow")[1]) == [1e-5, 2e-5, 4e-5]
+    assert rates.best_rate(results, "sequence-wide")[0] == 1e-5  # nothing is stable: the lowest
 
 
 REGISTERED = sorted(path.stem for path in (ROOT / "studies").glob("*.toml"))
