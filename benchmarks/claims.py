@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from benchmarks import recipes
+from benchmarks import provenance, recipes
 from benchmarks.provenance import stored_by
 
 FILE = Path(__file__).with_suffix(".toml")
@@ -64,6 +64,14 @@ def page() -> str:
         lines += [f"- Measured: {_measured(each)}", f"- Verdict: **{each['verdict']}**. {each['why']}"]
     lines += ["", "## Recipes of which no run is stored", "", "The tool says so when such a recipe is loaded.", ""]
     lines += [f"- `{name}`" for name, entry in recipes.record().items() if not entry["stored"]]
+    lines += ["", "## Stored results", "", "Pages name the file that a figure comes from; this is when it was stored.", ""]
+    lines += ["| file | date | commit |", "|---|---|---|"]
+    recorded = json.loads(provenance.FILE.read_text())
+    lines += [
+        f"| `benchmarks/results/{path.name}` | {entry['date']} | {entry['commit']} |"
+        for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+        for entry in [recorded.get(path.stem, {"date": "", "commit": "not recorded yet"})]
+    ]
     return "\n".join(lines) + "\n"
 
 

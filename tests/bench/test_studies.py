@@ -222,7 +222,10 @@ def test_a_verdict_without_a_stored_result_is_refused(tmp_path: Path, monkeypatc
 
 def test_the_commits_of_results_are_recorded() -> None:
     recorded = json.loads(provenance.FILE.read_text())
-    assert {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")} <= set(recorded)
+    stored = {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert stored <= set(recorded)
+    page = claims.page()
+    assert all(f"results/{name}.json` | {recorded[name]['date']} | {recorded[name]['commit']} |" in page for name in stored)
 
 
 STORED_RUN = {

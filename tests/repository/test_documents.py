@@ -79,6 +79,20 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     assert "56 of 75 faulty runs raised an alarm" in watch and "56 of 75 runs were noticed" in README
 
 
+def test_the_measured_figures_of_other_pages_are_those_of_the_stored_files() -> None:
+    results = ROOT / "benchmarks" / "results"
+    ahead = (ROOT / "docs" / "ahead.md").read_text()
+    ratios = {row["ahead"]: f"{row['ratio']:.2f}" for row in json.loads((results / "ahead.json").read_text())["rows"]}
+    assert f"{ratios[1]} times as many at k = 1, {ratios[2]} at k = 2 and {ratios[4]} at k = 4" in ahead
+    serve = " ".join((ROOT / "docs" / "serve.md").read_text().split())
+    large, tiny = (
+        {way: f"{100 * share:.0f} %" for way, share in row["share_of_direct"].items()}
+        for row in json.loads((results / "serve.json").read_text())[:2]
+    )
+    assert f"got {large['whole']} with whole answers and {large['stream']} with streams" in serve
+    assert f"got {tiny['whole']} and {tiny['stream']}" in serve
+
+
 def test_the_sizes_of_upcycled_smollm2_follow_from_its_shape() -> None:
     """30 layers of width 576 with an MLP of 1536, of 134.5 million parameters; 16 bytes each with gradient and Adam."""
     page = (ROOT / "docs" / "upcycling.md").read_text()
