@@ -584,7 +584,7 @@ def _divide_layers(policy: Policy, reference: Reference | None, collector: Colle
         divide_layers(reference.policy, world)
     for runner in (collector.runner, collector.evaluation):
         if runner is not None:
-            runner.weights = partial(gather_weights, policy)
+            runner.weights = partial(gather_weights, policy, world)
     return Layered(policy.parameters(), world, is_half=is_half)
 
 
