@@ -279,7 +279,7 @@ def _best(results: Results, bed: str) -> str:
 
 
 def _mismatch(results: Results) -> list[str]:
-    lines = [f"Accuracy at the end, {bed} sampler: {_shares(results, bed=bed)}." for bed in results["beds"]]
+    lines = [f"Accuracy at the end, {bed}: {_shares(results, bed=bed)}." for bed in results["beds"]]
     lines.append(
         "Tokens without a gradient, over the whole run: "
         + "; ".join(f"{bed}: {_shares(results, 'clip_mean', bed=bed)}" for bed in results["beds"])
