@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import domains
 from benchmarks.provenance import stored_by
 from legato.lab.clipping import TOLERANCE
 from legato.pages.experiment import file_stem, read, tables_as_text
@@ -100,7 +101,7 @@ def experiment_page(results: dict[str, dict[str, Any]]) -> str:
         lines += tables_as_text([*([] if first is None else [first]), *sheets], level=3)
         for title in FIGURE_TITLES.get(name, ()):
             lines += ["", f"![{title}](../figures/lab-{name}-{file_stem(title)}.svg)"]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *domains.section()]) + "\n"
 
 
 if __name__ == "__main__":
