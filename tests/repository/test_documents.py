@@ -61,8 +61,14 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     parts = json.loads((results / "gpu.json").read_text())["sections"]["B8"]["parts"]
     ours, trl = (parts[name]["seconds"]["step"] for name in ("Legato", "TRL defaults"))
     assert f"takes {ours:.2f} s" in README and f"`generate` {trl:.2f} s: {trl / ours:.1f} times" in README
-    decoded = json.loads((results / "large.json").read_text())["sampling only"]["tokens_per_second"]
-    assert f"decodes {decoded:,.0f} tokens/s" in README
+    planned = json.loads((results / "plan.json").read_text())["shapes"]
+    one_line = " ".join(README.split())
+    eight, lora = (planned[name] for name in ("8b-8bit", "8b-lora"))
+    assert f"took {eight['seconds']['step']:.1f} s on one H200 with an 8-bit optimizer" in one_line
+    assert f"a peak of {eight['peak_gib']:.1f} GiB, and {lora['seconds']['step']:.1f} s by LoRA" in one_line
+    assert f"at {lora['peak_gib']:.1f} GiB" in one_line
+    ratios = json.loads((results / "ranks-gpu.json").read_text())["ratios"]
+    assert f"a 1.7B shape {100 * ratios['layers over one process, 1.7B'] - 100:.0f} % slower" in one_line
     (equal,) = re.findall(r"the same numbers \((\d+ comparisons)\)", (ROOT / "docs/peers.md").read_text())
     assert f"the same numbers in all {equal}" in README
     watch = (ROOT / "docs/experiments/health.md").read_text()
