@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import work
-from benchmarks.gpu.plan import NEW, PROMPT, SAMPLES, SHAPES, load_results
+from benchmarks.gpu.plan import NEW, PROMPT, SAMPLES, SHAPES, config_of, load_results
 from benchmarks.gpu.plan import RESULTS as PLANNED
 from legato.capacity.hardware import find_hardware
-from legato.capacity.work import active_in_layers, decode_floor, head_weights, pass_over_groups
+from legato.capacity.model import build_model
+from legato.capacity.work import Pass, active_in_layers, decode_floor, head_weights, pass_over_groups
 from legato.core.texts import Texts
 from legato.training.memory.shape import Shape
 from legato.training.plan import plan
@@ -119,7 +120,7 @@ def factors() -> dict[str, Any]:
         weights = _matrix_weights(dense_shape(shape))
         training.append(entry(part["mfu_updates"], where, part["run"], weights=weights))
         scored.append(entry(scoring(part), where, part["run"], weights=weights))
-    whole, by_parts, own = (parts[f"0.6B Legato{name}"] for name in ("", ", layers part by part", ", fused parts off"))
+    whole, own = (parts[f"0.6B Legato{name}"] for name in ("", ", fused parts off"))
     small = parts["0.6B Legato, 8k tokens a pack"]
     packs = sum(map(len, pack_sizes(8192, 0)[1:]))
     fixed, ragged = (decoded[f"0.6B {name} Legato, shared prompts"] for name in ("fixed", "ragged"))
@@ -127,16 +128,16 @@ def factors() -> dict[str, Any]:
     hardware = find_hardware("h200")
     large_floor, large_seconds, large_steps = _decoding_of_large(large, hardware)
     large_share = large_floor / (large_seconds - per_layer * large_shape().layers * large_steps)
+    planned = load_results(PLANNED)
+    adapted, experts = planned["shapes"]["8b-lora"], planned["shapes"]["mixture"]
+    adapted_flops = _step_pass("8b-lora").training(frozen=True, recomputed=adapted["checkpointing"])
+    adapted_share = adapted_flops / adapted["seconds"]["update"] / hardware.matmul / training[-1]["value"]
+    adapted_layers = shape_of("8b-lora").layers
+    adapted_decode = adapted["seconds"]["rollouts"] - _decode_seconds(
+        "8b-lora", large_share, per_layer * adapted_layers, scored[-1]["value"]
+    )
     mixture, mixture_row = mixture_shape(), next(row for row in routed["rows"] if row["bed"] == MIXTURE)
     load_of_mixture = mixture_row["work"]
-    update_flops = pass_over_groups(
-        mixture,
-        load_of_mixture["prompts"],
-        load_of_mixture["prompt_tokens"],
-        load_of_mixture["samples"],
-        load_of_mixture["tokens"],
-    ).training(frozen=False, recomputed=False)
-    mixture_update = mixture_row["update"]["neither"]["milliseconds"] / 1e3
     mixture_decode = mixture_row["engine"]["without"]["milliseconds"] / 1e3
     mixture_floor = decode_floor(
         mixture,
@@ -156,15 +157,13 @@ def factors() -> dict[str, Any]:
             "training_efficiency": training,
             "scoring_efficiency": scored,
             "mixture_efficiency": entry(
-                update_flops / mixture_update / hardware.matmul,
-                f"{MIXTURE}, update, neither",
-                routed_date,
-                "routing-gpu.json",
+                _share_of_experts(experts, hardware, training[-1]["value"]),
+                "mixture, updates without optimizer and head",
+                _date(planned, experts),
+                "plan.json",
             ),
-            "part_by_part": entry(
-                by_parts["mfu_updates"] / whole["mfu_updates"],
-                "B4, 0.6B Legato, layers part by part, over 0.6B Legato",
-                by_parts["run"],
+            "adapters": entry(
+                adapted_share, "8b-lora, updates, over B4 of gpu.json at 1.7B", _date(planned, adapted), "plan.json"
             ),
             "own_layers": entry(
                 own["mfu_updates"] / whole["mfu_updates"], "B4, 0.6B Legato, fused parts off, over 0.6B Legato", own["run"]
@@ -187,13 +186,61 @@ def factors() -> dict[str, Any]:
             "decode_seconds_per_sparse_layer": entry(
                 sparse_layer, f"{MIXTURE}, engine, without", routed_date, "routing-gpu.json"
             ),
+            "decode_seconds_per_adapted_layer": entry(
+                adapted_decode / (adapted_layers * NEW),
+                "8b-lora, sampling, less the time of the same layers without adapters",
+                _date(planned, adapted),
+                "plan.json",
+            ),
         },
-        "results": [*_results(gpu, large, machine), *planned_results(load_results(PLANNED))],
+        "results": [*_results(gpu, large, machine), *planned_results(planned)],
     }
 
 
 def _matrix_weights(shape: Shape) -> int:
     return active_in_layers(shape) + head_weights(shape)
+
+
+def shape_of(name: str) -> Shape:
+    """The shape of a case of `benchmarks/gpu/plan.py`."""
+    case = SHAPES[name]
+    return build_model(case.model, case.model, config_of(case, tiny=False)).shape
+
+
+def _step_pass(name: str) -> Pass:
+    """A forward over all rows of a step of a case."""
+    return pass_over_groups(shape_of(name), SHAPES[name].prompts, PROMPT, SAMPLES, NEW)
+
+
+def _date(stored: dict[str, Any], result: dict[str, Any]) -> str:
+    return str(result.get("date", stored["date"]))
+
+
+def _decode_seconds(name: str, efficiency: float, per_step: float, scoring: float) -> float:
+    """Seconds in which a case would be sampled without adapters."""
+    shape, hardware, prompts = shape_of(name), find_hardware("h200"), SHAPES[name].prompts
+    floor = decode_floor(
+        shape,
+        2,
+        rows=prompts * SAMPLES,
+        samples=SAMPLES,
+        prompt=PROMPT,
+        response=NEW,
+        matmul=hardware.matmul,
+        bandwidth=hardware.bandwidth,
+    )
+    prefill = pass_over_groups(shape, prompts, PROMPT, 0, NEW).forward / (scoring * hardware.matmul)
+    return prefill + floor / efficiency + NEW * per_step
+
+
+def _share_of_experts(result: dict[str, Any], hardware: Any, dense: float) -> float:
+    """The share of the speed of large products that the layers of the measured mixture reach in an update."""
+    step = _step_pass("mixture")
+    # Gradient twice, masters and moments read and written, and the copy into 16-bit weights: `capacity/times.py`.
+    optimizer = SHAPES["mixture"].updates * 38 * result["parameters"] / hardware.bandwidth
+    head = 3 * step.head / (dense * hardware.matmul)
+    layers = step.training(frozen=False, recomputed=False) - 3 * step.head
+    return float(layers / (result["seconds"]["update"] - optimizer - head) / hardware.matmul)
 
 
 def _solve_decoding(fixed: dict[str, Any], ragged: dict[str, Any], layers: int) -> tuple[float, float]:

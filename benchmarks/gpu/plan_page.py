@@ -267,13 +267,14 @@ def steps(stored: dict[str, Any]) -> str:
 _MEANINGS = {
     "training_efficiency": "forward and backward, share of the speed of large products",
     "scoring_efficiency": "a forward without gradient, share of the speed of large products",
-    "mixture_efficiency": "the same of a mixture, forward and backward",
-    "part_by_part": "speed of layers part by part, share of fused layers",
+    "mixture_efficiency": "the layers of a mixture, forward and backward, share of the speed of large products",
+    "adapters": "speed of layers with adapters, share of fused layers",
     "own_layers": "speed of the model's own layers, share of fused layers",
     "host_seconds_per_layer": "s, the least time of a layer's forward over a pack",
     "decode_efficiency": "decoding, share of the roofline beside the time per layer",
     "decode_seconds_per_layer": "s, per layer and decode step",
     "decode_seconds_per_sparse_layer": "s, per layer with experts and decode step",
+    "decode_seconds_per_adapted_layer": "s, per layer with adapters and decode step, in addition",
 }
 
 

@@ -77,7 +77,9 @@ def test_the_model_comes_from_the_recipe_or_from_a_folder(legato: Command, tmp_p
     assert "1,235,814,400 weights" in text and "data sheet times the shares" in text and "41.9 GB are there" in text
 
 
-@pytest.mark.parametrize("recipe", ["recipes/qwen3-8b-lora.toml", "recipes/qwen3-8b-offload.toml"])
+@pytest.mark.parametrize(
+    "recipe", ["recipes/qwen3-8b-lora.toml", "recipes/qwen3-8b-offload.toml", "recipes/qwen3-8b-8bit.toml"]
+)
 def test_the_8b_recipes_fit_by_calculation_and_are_marked_as_never_run(legato: Command, recipe: str) -> None:
     _, text, _ = legato("plan", recipe, "--json")
     assert json.loads(text)["calculated"]["fits"]

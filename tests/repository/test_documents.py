@@ -71,6 +71,14 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     first, last = (100 * smollm2["evaluations"][place]["eval/accuracy_sampled"] for place in (0, -1))
     assert f"from {first:.1f} to {last:.1f} % on held-out additions" in README
     assert f"in {smollm2['seconds']:.0f} s on" in README
+    planned = json.loads((results / "plan.json").read_text())["shapes"]
+    one_line = " ".join(README.split())
+    eight, lora = (planned[name] for name in ("8b-8bit", "8b-lora"))
+    assert f"took {eight['seconds']['step']:.1f} s on one H200 with an 8-bit optimizer" in one_line
+    assert f"a peak of {eight['peak_gib']:.1f} GiB, and {lora['seconds']['step']:.1f} s by LoRA" in one_line
+    assert f"at {lora['peak_gib']:.1f} GiB" in one_line
+    ratios = json.loads((results / "ranks-gpu.json").read_text())["ratios"]
+    assert f"a 1.7B shape {100 * ratios['layers over one process, 1.7B'] - 100:.0f} % slower" in one_line
     (equal,) = re.findall(r"the same numbers \((\d+ comparisons)\)", (ROOT / "docs/peers.md").read_text())
     assert f"the same numbers in all {equal}" in README
     watch = (ROOT / "docs/experiments/health.md").read_text()

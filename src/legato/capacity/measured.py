@@ -51,9 +51,9 @@ class Measured:
     scoring_efficiency: tuple[Factor, ...]
     """The same of a forward without a gradient."""
     mixture_efficiency: Factor
-    """The same of a mixture, forward and backward."""
-    part_by_part: Factor
-    """Speed of layers that run part by part (adapters, sharded layers), as a share of fused layers."""
+    """The same of the layers of a mixture, forward and backward. Its head is a dense product."""
+    adapters: Factor
+    """Speed of layers with adapters, as a share of fused layers."""
     own_layers: Factor
     """Speed of the model's own layers, as a share of fused layers."""
     host_seconds_per_layer: Factor
@@ -62,6 +62,8 @@ class Measured:
     """Share of the roofline that decoding reaches beside the time per layer, by size of the model."""
     decode_seconds_per_layer: Factor
     decode_seconds_per_sparse_layer: Factor
+    decode_seconds_per_adapted_layer: Factor
+    """In addition, where layers have adapters."""
     results: tuple[Result, ...]
 
     def training_share(self, setup: Setup) -> float:
@@ -74,11 +76,17 @@ class Measured:
 
     def _share(self, by_size: Sequence[Factor], setup: Setup) -> float:
         mixture = setup.model.is_mixture
-        share = self.mixture_efficiency.value if mixture else at_size(by_size, matrix_weights(setup))
+        share = self._mixture_share(by_size, setup) if mixture else at_size(by_size, matrix_weights(setup))
         if not setup.fused:
             return share * self.own_layers.value
-        # The mixture was measured part by part already.
-        return share * self.part_by_part.value if setup.by_parts and not mixture else share
+        # Layers of mixtures run part by part with and without adapters.
+        return share * self.adapters.value if setup.by_parts and not mixture else share
+
+    def _mixture_share(self, by_size: Sequence[Factor], setup: Setup) -> float:
+        """The share of layers and head together: their times add up."""
+        dense = max(by_size, key=lambda factor: factor.weights).value
+        head = head_weights(setup.model.shape) / matrix_weights(setup)
+        return 1 / (head / dense + (1 - head) / self.mixture_efficiency.value)
 
     def decoding_share(self, setup: Setup) -> float:
         """The share of the roofline that decoding reaches."""
@@ -88,7 +96,8 @@ class Measured:
         """Seconds of a decode step beside its roofline."""
         shape = setup.model.shape
         sparse = shape.sparse_layers * self.decode_seconds_per_sparse_layer.value
-        return sparse + (shape.layers - shape.sparse_layers) * self.decode_seconds_per_layer.value
+        adapted = shape.layers * self.decode_seconds_per_adapted_layer.value if setup.lora_rank else 0.0
+        return sparse + (shape.layers - shape.sparse_layers) * self.decode_seconds_per_layer.value + adapted
 
 
 def matrix_weights(setup: Setup) -> int:

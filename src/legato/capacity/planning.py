@@ -44,11 +44,11 @@ class Plan:
         if setup.servers:
             lines.append("responses are sampled on other machines, whose memory and time are not planned")
         if setup.model.is_mixture:
-            lines.append("times of mixtures rest on one measured mixture of 1.3 billion weights, and may be too long")
+            lines.append("times of mixtures rest on 6 layers of Qwen3-30B-A3B, decoding on a mixture of 1.3 billion weights")
         if setup.hardware.figures != "measured":
             lines.append(f"{setup.hardware.name} was not measured: its data sheet, times the shares that the H200 reached")
         if setup.shard == "layers":
-            lines.append("sharded layers were not measured on several GPUs")
+            lines.append("sharded layers were not measured on several GPUs; what FSDP2 itself costs is not counted")
         return lines
 
 
