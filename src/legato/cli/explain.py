@@ -12,13 +12,14 @@ from rich.table import Table
 from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.catalogue import Entry, algorithm_names, entry
 from legato.algorithms.cautions import cautions
-from legato.algorithms.override import ONE, differences, flatten, parts_of
+from legato.algorithms.override import differences, flatten, parts_of
 from legato.api import algorithm
 from legato.cli.options import known_names
 from legato.config.peers import describe_key, find_key
 from legato.config.sources import read_word
 from legato.core.importing import code_at, is_import_path
 from legato.core.parts import Part, lookup, names, nearest, part_at
+from legato.core.slots import ONE
 from legato.errors import InputError
 
 SLOTS = {

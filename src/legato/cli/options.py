@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from legato.config.names import ALGORITHMS, KINDS, ONE, SECTIONS, SEVERAL
+from legato.config.names import ALGORITHMS, KINDS, SECTIONS
 from legato.config.sections import FAMILIES, FREE, allowed_values
 from legato.core.fields import rule_of_form
+from legato.core.slots import ONE, SEVERAL
 
 MAIN = (
     "algorithm.name",
