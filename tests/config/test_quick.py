@@ -99,6 +99,21 @@ def test_the_quick_check_says_what_the_whole_check_says(words: list[str]) -> Non
     assert quick == whole != ""
 
 
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("algorithm.adv_estimator=grpo", "algorithm.advantage"),
+        ("policy_loss.loss_mode=gspo", "algorithm.name"),
+        ("rollout.n=8", "rollouts.samples_per_prompt"),
+        ("actor.clip_ratio_low=3e-4", "algorithm.objective.trust.clip.low"),
+        ("report_to=trackio", "trackio: output.trackio"),
+    ],
+)
+def test_a_key_of_trl_or_verl_is_answered_in_one_line(word: str, ours: str) -> None:
+    quick, whole = messages([word])
+    assert quick == whole and len(quick.splitlines()) == 1 and ours in quick
+
+
 def test_every_option_refuses_the_same_values_in_the_same_words() -> None:
     values = [None, -1e300, -1, 0, 1e300, 2.5, "", "nothing", [1], [], {"x": 1}]
     refused = 0

@@ -448,9 +448,9 @@ def _batch(job: _Job) -> None:
     job.put("training.updates_per_step", updates, job.describe("steps_per_generation", "gradient_accumulation_steps"))
     job.put("training.epochs_per_step", iterations, job.describe("num_iterations"))
     job.notes.append(
-        f"a step samples {responses} responses = {prompts} prompts x {group}, for {count(updates * iterations, 'update')},"
-        f" as TRL does with {processes} process{'es' if processes > 1 else ''}; with others multiply"
-        " training.prompts_per_step"
+        f"a step samples {responses} responses = {count(prompts, 'prompt')} x {group}, for"
+        f" {count(updates * iterations, 'update')}, as TRL does with {processes} process{'es' if processes > 1 else ''};"
+        " with others multiply training.prompts_per_step"
     )
     if updates > 1:
         job.notes.append("TRL shuffles the responses of a step over its updates; here an update takes whole groups")

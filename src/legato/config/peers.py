@@ -36,6 +36,7 @@ _SHARD = f'{_RANKS}, with training.shard = "optimizer" or "layers"'
 _ENGINE = "Legato samples with its own engine from the weights that are trained"
 _SERVERS = f'{_ENGINE}; rollouts.engine = "vllm" samples at vLLM servers instead (docs/engines.md)'
 _EVERY_STEP = "every step is recorded"
+_TRACKERS = "wandb: output.wandb; trackio: output.trackio; tensorboard: output.tensorboard"
 _STORED = "rollouts are stored (output.rollouts_every_steps) and shown by `legato dashboard` and in the report"
 _PADDING = "rows are packed without padding"
 _DATA = "problems are drawn without a data loader"
@@ -154,7 +155,7 @@ _TRL_TRANSLATED = {
     "save_total_limit": (None, "output.keep_last", "unset TRL keeps all; we keep 2 and the best"),
     "output_dir": (None, "output.directory", "TRL's folder of the run: output.directory/output.name"),
     "run_name": (None, "output.name", "the folder of the run, and its name in W&B"),
-    "report_to": ("none", "output.wandb", "wandb: output.wandb; tensorboard: output.tensorboard"),
+    "report_to": ("none", "output.wandb", _TRACKERS),
     "project": ("huggingface", "output.project", "of W&B"),
     "bf16": (
         None,
@@ -465,7 +466,7 @@ _VERL_TRANSLATED = {
     "trainer.project_name": ("verl_examples", "output.project", "of W&B"),
     "trainer.experiment_name": ("gsm8k", "output.name", "the folder of the run"),
     "trainer.default_local_dir": (None, "output.directory", "the folder of all runs"),
-    "trainer.logger": (["console", "wandb"], "output.wandb", "wandb: output.wandb; tensorboard: output.tensorboard"),
+    "trainer.logger": (["console", "wandb"], "output.wandb", _TRACKERS),
     "trainer.rollout_data_dir": (None, "output.rollouts_every_steps", _STORED),
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from legato.config.locate import Path, locate, locate_items
 from legato.config.messages import show_value
+from legato.config.peers import VERL
 from legato.config.read import read_file
 from legato.core.slots import ONE, SEVERAL
 from legato.errors import InputError
@@ -187,8 +188,8 @@ def algorithm_changes(layer: Layer, faults: list[str]) -> tuple[dict[str, Any], 
     def walk(table: Mapping[str, Any], words: tuple[str, ...]) -> None:
         for key, value in table.items():
             path, origin = ".".join((*words, key)), layer.origin(("algorithm", *words, key))
-            if path == "name":
-                continue
+            if path == "name" or f"algorithm.{path}" in VERL:
+                continue  # `unknown.verl_options` answers options of verl
             if path == "settings" or path.startswith("settings."):
                 faults.append(
                     f"algorithm.{path} ({origin}) cannot be set here; set the option of the run, as in training.lr"
