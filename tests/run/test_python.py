@@ -269,6 +269,11 @@ def test_two_runs_without_a_name_have_two_names(tmp_path: Path) -> None:
     assert one != other
 
 
+def test_a_run_on_problems_given_in_python_is_not_named_after_a_task(tmp_path: Path) -> None:
+    run = run_small(tmp_path, {**ONE, "output.name": None}, problems=PROBLEMS, reward=odd)
+    assert run.directory.name == "problems-gspo-seed0-1"
+
+
 def test_the_environment_file_holds_no_variable_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_mine")
     run = run_small(tmp_path, ONE).directory

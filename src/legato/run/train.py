@@ -258,8 +258,8 @@ def _start(
             " the reference of adapters is the model without them, which was not warmed up"
         )
     if dry_run:
-        return replace(_show_plan(resolved, policy, source, held_out, watcher), rank=world.rank)
-    with _directory_of(world, resolved, begin_again) as directory, closing_engine(collector):
+        return replace(_show_plan(resolved, given, policy, source, held_out, watcher), rank=world.rank)
+    with _directory_of(world, resolved, given, begin_again) as directory, closing_engine(collector):
         ranks.observe(world, config, directory)
         wire.open_journal(collector, directory)
         _record_environment(directory, resolved, policy.device)  # first: it marks the folder as a run's (`records/begun.py`)
@@ -308,12 +308,12 @@ def _start(
 
 
 @contextmanager
-def _directory_of(world: World, resolved: Resolved, begin_again: bool) -> Iterator[RunDirectory]:
+def _directory_of(world: World, resolved: Resolved, given: wire.Given, begin_again: bool) -> Iterator[RunDirectory]:
     """The run directory: rank 0 makes it, holds its lock and writes to it."""
     if world.rank:
         yield RunDirectory(Path(on_first_rank(world, str)), writes=False)
         return
-    with _own_directory(Path(resolved.config.output.directory), _run_name(resolved), begin_again) as directory:
+    with _own_directory(Path(resolved.config.output.directory), _run_name(resolved, given), begin_again) as directory:
         on_first_rank(world, lambda: str(directory.path.absolute()))
         yield directory
 
@@ -381,9 +381,11 @@ def start_or_resume(
         return start(resolved, given, watcher, callback, notes=notes, begin_again=True)
 
 
-def _show_plan(resolved: Resolved, policy: Policy, source: Source, held_out: Sequence[Problem], watcher: Watcher) -> Run:
+def _show_plan(
+    resolved: Resolved, given: wire.Given, policy: Policy, source: Source, held_out: Sequence[Problem], watcher: Watcher
+) -> Run:
     """Show what the run would do. Nothing is written."""
-    directory = Path(resolved.config.output.directory) / _run_name(resolved)
+    directory = Path(resolved.config.output.directory) / _run_name(resolved, given)
     lines = [
         *describe_plan(resolved, policy, source, held_out, str(directory)),
         *_notes(resolved, policy.notes),
@@ -807,12 +809,13 @@ def _rebuild_reference(resolved: Resolved, given: wire.Given, policy: Any, direc
     return Reference(policy=first, adapters=False)
 
 
-def _run_name(resolved: Resolved) -> str:
+def _run_name(resolved: Resolved, given: wire.Given) -> str:
     config = resolved.config
     if config.output.name is not None:
         return config.output.name
     algorithm = re.sub(r"[^\w.+-]+", "-", resolved.algorithm.name)  # the name of an algorithm made in Python is free text
-    stem = f"{config.task.kind.rpartition(':')[2]}-{algorithm}-seed{config.training.seed}"
+    task = config.task.kind.rpartition(":")[2] if given.problems is None else "problems"
+    stem = f"{task}-{algorithm}-seed{config.training.seed}"
     return unused_name(Path(config.output.directory), stem, 1)
 
 
