@@ -170,7 +170,8 @@ def train(
 ) -> None:
     """Train a model: legato train recipes/tiny.toml training.seed=1
 
-    Without arguments: recipes/tiny.toml. Recipes of the package are found from any directory, also as `tiny`.
+    Without a recipe, model, task or reward: recipes/tiny.toml. Recipes of the package are found from any directory, also as
+    `tiny`.
     """
     _check_arguments(arguments, whole=from_trl is None)
     _start_processes(processes, restarts)
