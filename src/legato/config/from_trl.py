@@ -21,7 +21,7 @@ from typing import Any
 import tomli_w
 
 from legato.config import lora_lr
-from legato.config.peers import TRL, VERSIONS
+from legato.config.peers import OLD_NAMES, TRL, VERSIONS
 from legato.config.sources import Layer, from_words
 from legato.diagnostics.words import count
 from legato.errors import InputError, nearest
@@ -227,10 +227,14 @@ def translate(
     plain = {name: value.value if isinstance(value, Enum) else value for name, value in settings.items()}
     # transformers writes <HUB_TOKEN> and the like in place of secrets, set or not.
     plain = {name: None if value == f"<{str(name).upper()}>" else value for name, value in plain.items()}
+    renamed = {old: new for old, new in OLD_NAMES.items() if old in plain and new not in plain}
+    plain = {renamed.get(name, name): value for name, value in plain.items()}
     # Older versions wrote options that are gone by now; those that are switched off ask for nothing.
     gone = [name for name, value in plain.items() if name not in TRL and value in (None, False, "", -1, [], {})]
     plain = {name: value for name, value in plain.items() if name not in gone}
     job = _Job(settings=plain, source=source, problems=problems, reward_names=reward_names)
+    for old, new in renamed.items():
+        job.notes.append(f"{old} is called {new} in TRL {VERSIONS['TRL']}")
     if gone:
         job.notes.append(f"left out, since they are off and TRL {VERSIONS['TRL']} does not have them: {', '.join(gone)}")
     unknown = [name for name in plain if name not in TRL]
