@@ -194,6 +194,20 @@ def weights_at(run: Path, step: int) -> dict[str, str]:
     return tensors(run / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors")
 
 
+def test_of_several_rewards_the_one_that_reads_the_answer_judges_it(tmp_path: Path) -> None:
+    def in_form(completions: Any, **columns: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    def right(prompts: Any, completions: Any, answer: Any, **columns: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    run = run_small(tmp_path / "column", ONE, problems=PROBLEMS, reward=[in_form, right])
+    assert run.accuracy == 0
+    assert any("the reward right decides" in note for note in RunDirectory.open(run.directory).metrics()[0]["notes"])
+    run = run_small(tmp_path / "none", ONE, problems=PROBLEMS, reward=[in_form, in_form])
+    assert run.accuracy == 1
+
+
 def test_a_reward_that_cannot_be_called_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reward"):
         train_unchecked(tmp_path, reward=3)

@@ -685,8 +685,6 @@ def _correction(job: _Job) -> None:
 
 def _reward(job: _Job) -> None:
     names, weights = job.get("reward_funcs") or [], job.get("reward_weights")
-    if job.reward_names is not None:
-        _note_the_judge(job, job.reward_names)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         job.faults.append(f"{job.source}: expected a list of names, got {names!r} (reward_funcs)")
         return
