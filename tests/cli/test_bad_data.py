@@ -105,6 +105,11 @@ def test_a_held_out_prompt_that_is_too_long_does_not_enter_the_model(tmp_path: P
     short = [problem for problem in map(_problem, GOOD) if held_out(problem, 0.5)]
     assert any(held_out(_problem(row), 0.5) for row in long)
     assert evaluated == len(short)
+    dropped = sum(held_out(_problem(row), 0.5) for row in long)
+    expected = (
+        f"no more than {len(short) + dropped} are held out (task.held_out = 50), and {dropped} have prompts that are too"
+    )
+    assert any(expected in note for note in records[0]["notes"])
 
 
 def _problem(row: dict[str, str]) -> Problem:

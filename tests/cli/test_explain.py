@@ -137,6 +137,9 @@ def test_a_part_of_a_file_is_explained_with_its_fields(tmp_path: Path, wide: pyt
         ("objective.trust.clip.low", ["algorithm.objective.trust.clip.low  a number >= 0"]),
         ("algorithm.objective.trust.clip.low", ["algorithm.objective.trust.clip.low  a number >= 0"]),
         ("jsonl", ["task.kind", "path", "must be given", '[task]\nkind = "jsonl"\npath = "..."', "rollout.problem.fields"]),
+        ("algorithm.objective.trust", ["a list of these", "clip", "dual-clip", "file.py:Name"]),
+        ("advantage", ["algorithm.advantage  one of these", "group-z", "gae"]),
+        ("algorithm.advantage.ddof", ["with advantage = group-z", "Bessel"]),
         ("number", ["reward.kind", "[reward]"]),
         ("local", ["rollouts.engine", 'engine = "local"']),
     ],
@@ -148,6 +151,10 @@ def test_options_tasks_rewards_and_engines_are_explained(
     text = capsys.readouterr().out
     for each in words:
         assert each in text
+
+
+def test_an_option_of_the_table_is_not_listed_with_its_kinds_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain_stored("jsonl") and capsys.readouterr().out.count("system_prompt") == 1
 
 
 def test_every_task_reward_engine_and_option_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from legato.algorithms.catalogue import algorithm_names, entry
-from legato.algorithms.override import ONE, SEVERAL, override
+from legato.algorithms.override import override
 from legato.config.document import options
 from legato.config.load import dump, load
 from legato.config.peers import TRL, VERL
 from legato.config.quick import check_arguments
+from legato.core.slots import ONE, SEVERAL
 
 ROOT = Path(__file__).parents[2]
 PATHS = [option.path for option in options() if not option.path.endswith(("PATH", "OPTION"))]

@@ -232,7 +232,6 @@ def test_weights_of_decoupled_rewards_are_sorted_by_component_name_as_in_a_batch
     assert "reward_weights stand there in their own order" in "\n".join(unnamed.notes)
     given = unnamed.for_rewards(["short", "right"]).for_data(100, plain_text=False)
     assert gdpo_weights(given) == [1.0, 0.1] and given.reward_weights == [0.1, 1.0]
-    assert "the first reward, short, decides" in "\n".join(given.notes)
     assert "own order" not in "\n".join(given.notes)
 
 
@@ -381,6 +380,16 @@ def test_the_printed_recipe_loads_to_the_same_configuration(
     assert "# - a step samples 64 responses = 8 prompts x 8, for 4 updates" in text
     assert_refused(legato("train", "--print-recipe"), "expected --from-trl FILE")
     assert_refused(legato("train", "--from-trl", str(path), "policy.model=tiny"), "expected data and reward beside")
+
+
+def test_names_of_older_versions_are_read_under_their_new_names() -> None:
+    old = {"evaluation_strategy": "steps", "eval_steps": 10, "vllm_max_model_len": 1000, "max_completion_length": 200}
+    translation = translate({**old, "use_liger_loss": True, "vllm_device": "cuda:0", "max_steps": 100})
+    assert (translation.options["evaluation.every_steps"], translation.options["policy.max_prompt_tokens"]) == (10, 800)
+    told = "\n".join(translation.notes)
+    assert "evaluation_strategy is called eval_strategy" in told and "vllm_device" in told and "use_liger_kernel" in told
+    with pytest.raises(InputError, match="vllm_structured_outputs_regex"):
+        translate({"vllm_guided_decoding_regex": "[0-9]+"})
 
 
 def test_options_of_older_versions_that_are_off_are_left_out_and_told() -> None:

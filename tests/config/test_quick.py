@@ -73,6 +73,23 @@ def messages(words: list[str]) -> tuple[str, str]:
         ["algorithm.objective.trust.clip.low=-1"],
         ["algorithm.objective.trust.clip.low=abc", "training.lr=abc"],
         ["algorithm.objective.penalties.kl.beta=[1]"],
+        ["algorithm.objective.trust.clip.lwo=1"],
+        ["algorithm.objective.trust.clpi.low=1"],
+        ["algorithm.objective.trust.clip=0.2"],
+        ["algorithm.objective.trsut.clip.low=1"],
+        ["algorithm.trust.clip.low=1"],
+        ["algorithm.objective.trust=clip"],
+        ["algorithm.objective.trust=['clpi']"],
+        ["algorithm.objective.trust=['clip', 3]", "algorithm.objective.trust.clip.lwo=1"],
+        ["algorithm.advantage=group-zz"],
+        ["algorithm.advantage=false"],
+        ["algorithm.advantage.ddof=abc", "algorithm.advantage.dof=1"],
+        ["algorithm.advantage=group-centre", "algorithm.advantage.ddof=1"],
+        ["algorithm=ppo", "algorithm.advantage.ddof=1"],
+        ["algorithm.objective.ratio.level=1"],
+        ["algorithm.settings.lr=1"],
+        ["algorithm.objective={}"],
+        ["algorithm=mine", "algorithm.advantage=group-z"],
     ],
 )
 def test_the_quick_check_says_what_the_whole_check_says(words: list[str]) -> None:
@@ -80,6 +97,21 @@ def test_the_quick_check_says_what_the_whole_check_says(words: list[str]) -> Non
     if "Type-check error" in whole:
         pytest.skip("the shape checks of the tests refuse this value first")
     assert quick == whole != ""
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("algorithm.adv_estimator=grpo", "algorithm.advantage"),
+        ("policy_loss.loss_mode=gspo", "algorithm.name"),
+        ("rollout.n=8", "rollouts.samples_per_prompt"),
+        ("actor.clip_ratio_low=3e-4", "algorithm.objective.trust.clip.low"),
+        ("report_to=trackio", "trackio: output.trackio"),
+    ],
+)
+def test_a_key_of_trl_or_verl_is_answered_in_one_line(word: str, ours: str) -> None:
+    quick, whole = messages([word])
+    assert quick == whole and len(quick.splitlines()) == 1 and ours in quick
 
 
 def test_every_option_refuses_the_same_values_in_the_same_words() -> None:
@@ -138,9 +170,11 @@ def test_the_table_is_what_the_declarations_say() -> None:
         ["reward.components.mine.kind=number", "reward.components.mine.weight=2.0"],
         ["policy.lora=true", "policy.warm_up=false"],
         ["task.kind=reversal"],
-        ["algorithm=mine", "algorithm.advantage=group-z"],
         [f"reward.kind={OWN_CODE}:early", "reward.whatever=3"],
         [f"algorithm.objective.trust=['{OWN_CODE}:Nothing']", "algorithm.objective.trust.mine.low=x"],
+        ["algorithm=ppo", "algorithm.advantage.lam=0.9", "algorithm.objective.trust.dual-clip.cap=3"],
+        ["algorithm.objective.trust.nothing=false", "algorithm.objective.trust.clip=false"],
+        ["algorithm=mine", "algorithm.advantage=group-z", "algorithm.aggregate=token-mean", "objective.ratio=product"],
         ["policy.model=owner/name"],
     ],
 )
@@ -175,12 +209,17 @@ def test_mistakes_and_configurations_of_trl_are_answered_without_torch(tmp_path:
     code = f"""
 import sys
 from legato.cli.main import main
+words = ("training.lrr=1", "training.lr=abc", "task.kind=jsonl", "algorithm=gsppo", "objective.trust.clip.lwo=1")
 for words, code in (
-    *(([{RECIPE!r}, word], 2) for word in ("training.lrr=1", "training.lr=abc", "task.kind=jsonl", "algorithm=gsppo")),
-    (["actor_rollout_ref.actor.optim.lr=1"], 2),
-    (["--from-trl", {str(settings)!r}, "--print-recipe"], 0),
+    *((["train", {RECIPE!r}, word], 2) for word in words),
+    (["train", "actor_rollout_ref.actor.optim.lr=1"], 2),
+    (["train", "--from-trl", {str(settings)!r}, "--print-recipe"], 0),
+    *(([verb, "runs/nothing"], 2) for verb in ("resume", "eval", "sample", "serve", "mismatch", "doctor", "report")),
+    (["export", "runs/nothing", "folder"], 2),
+    (["compare", {RECIPE!r}, "--arm", "gspo", "--arm", "gsppo"], 2),
+    (["compare", {RECIPE!r}, "--arm", "gspo", "--arm", "wide algorithm.objective.trust.clip.lwo=1"], 2),
 ):
-    sys.argv = ["legato", "train", *words]
+    sys.argv = ["legato", *words]
     try:
         main()
     except SystemExit as ending:
@@ -191,7 +230,8 @@ assert not heavy, heavy
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "did you mean 'lr'" in ended.stderr and "did you mean 'training.lr'" in ended.stderr
-    assert ended.stderr.count("legato: ") == 5
+    assert ended.stderr.count("legato: ") == 16
+    assert ended.stderr.count("did you mean 'low'") == 2 and ended.stderr.count("there is no such folder") == 7
     assert 'aggregate = "sequence-mean"' in ended.stdout
 
 
@@ -210,3 +250,11 @@ def test_options_of_kinds_that_a_run_names_are_left_to_the_whole_check(word: str
     check_arguments([word], whole=False)
     with pytest.raises(InputError):
         check_arguments([word])
+
+
+def test_parts_that_a_run_names_are_left_to_the_whole_check() -> None:
+    words = ["algorithm.objective.trust.my-clip.low=1", "algorithm.advantage.gamma=1"]
+    check_arguments(words, whole=False)
+    for word in words:
+        with pytest.raises(InputError):
+            check_arguments([word])

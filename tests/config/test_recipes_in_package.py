@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,16 +38,33 @@ def test_what_is_no_recipe_is_refused(name: str, tmp_path: Path, monkeypatch: py
         load([Path(name)])
 
 
-def test_bare_train_is_the_tiny_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "recipe"),
+    [
+        ([], "recipes/tiny.toml"),
+        (["training.seed=3", "algorithm=grpo"], "recipes/tiny.toml"),
+        (["policy.model=tiny-moe"], None),
+        (["task.kind=reversal", "training.seed=3"], None),
+    ],
+)
+def test_without_a_recipe_a_model_and_a_task_the_tiny_recipe_is_trained(
+    words: list[str], recipe: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from legato.cli import commands
 
-    loaded = []
-    monkeypatch.setattr(commands, "start", lambda resolved, given, watcher, notes: loaded.append(resolved))
+    loaded, told = [], []
+
+    def start(resolved: Any, given: Any, watcher: Any, notes: list[str]) -> None:
+        loaded.append(resolved)
+        told.extend(notes)
+
+    monkeypatch.setattr(commands, "start", start)
     monkeypatch.setattr(commands, "for_terminal", lambda: None)
     monkeypatch.setattr(commands, "_print_ending", lambda run: None)
     with pytest.raises(AttributeError):  # no run, and so no exit code
-        commands.train_command([])
-    assert loaded[0].config == load([ROOT / "recipes" / "tiny.toml"]).config
+        commands.train_command(words)
+    assert loaded[0].config == load([] if recipe is None else [ROOT / recipe], words).config
+    assert any("recipes/tiny.toml" in note for note in told) == (recipe is not None)
 
 
 def test_a_recipe_without_stored_runs_is_marked_by_the_tool(tmp_path: Path) -> None:

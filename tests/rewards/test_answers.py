@@ -56,6 +56,8 @@ def test_answers_are_read_as_a_person_would_read_them(name: str, tmp_path: Path)
         ("Answer: 7, since 7 is prime", "7"),
         ("the final answer is $x=4$.", "$x=4$"),
         ("first\n-3/4.", "-3/4."),
+        ("So we get\n**204**", "204"),
+        ("**it may be 204**", None),
         ("it may be 5", None),
         ("", None),
         (r"\boxed{" * 20_000, None),

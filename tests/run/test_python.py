@@ -194,6 +194,20 @@ def weights_at(run: Path, step: int) -> dict[str, str]:
     return tensors(run / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors")
 
 
+def test_of_several_rewards_the_one_that_reads_the_answer_judges_it(tmp_path: Path) -> None:
+    def in_form(completions: Any, **columns: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    def right(prompts: Any, completions: Any, answer: Any, **columns: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    run = run_small(tmp_path / "column", ONE, problems=PROBLEMS, reward=[in_form, right])
+    assert run.accuracy == 0
+    assert any("the reward right decides" in note for note in RunDirectory.open(run.directory).metrics()[0]["notes"])
+    run = run_small(tmp_path / "none", ONE, problems=PROBLEMS, reward=[in_form, in_form])
+    assert run.accuracy == 1
+
+
 def test_a_reward_that_cannot_be_called_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reward"):
         train_unchecked(tmp_path, reward=3)
@@ -267,6 +281,11 @@ def test_an_algorithm_may_be_a_value(tmp_path: Path) -> None:
 def test_two_runs_without_a_name_have_two_names(tmp_path: Path) -> None:
     one, other = (run_small(tmp_path, {**ONE, "output.name": None}).directory for _ in range(2))
     assert one != other
+
+
+def test_a_run_on_problems_given_in_python_is_not_named_after_a_task(tmp_path: Path) -> None:
+    run = run_small(tmp_path, {**ONE, "output.name": None}, problems=PROBLEMS, reward=odd)
+    assert run.directory.name == "problems-gspo-seed0-1"
 
 
 def test_the_environment_file_holds_no_variable_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,11 @@ def test_data_may_have_no_answers(tmp_path: Path) -> None:
     [problem] = Jsonl(path=write(tmp_path / "a.jsonl", [{"prompt": "write a poem", "topic": "rain"}])).load()
     assert (problem.answer, problem.fields) == (None, {"topic": "rain"})
     named = Jsonl(path=str(tmp_path / "a.jsonl"), answer="solution")
-    assert_refused(named, "expected a column 'solution', got 'prompt', 'topic'; set task.answer=prompt, or another column")
+    assert_refused(
+        named, "expected a column 'solution', got 'prompt', 'topic'; set task.answer to one of them, or task.answer=false"
+    )
+    typed = Jsonl(path=str(tmp_path / "a.jsonl"), answer="topc")
+    assert_refused(typed, "expected a column 'topc', got 'prompt', 'topic'; set task.answer=topic")
 
 
 def test_duplicate_prompts_are_dropped_and_counted(tmp_path: Path) -> None:

@@ -75,11 +75,21 @@ def test_the_interval_over_problems_is_wilsons_where_all_values_are_0_or_1() -> 
 
 
 def test_a_difference_is_paired_by_problem() -> None:
-    before, after = [0.1, 0.9, 0.5, 0.3], [0.2, 1.0, 0.6, 0.4]
-    mean, low, high = difference_interval(before, after)
-    assert math.isclose(mean, 0.1) and math.isclose(low, 0.1) and math.isclose(high, 0.1)
+    before, after = [0.1, 0.9, 0.5, 0.3] * 50, [0.2, 1.0, 0.6, 0.4] * 50
+    mean, low, high = difference_interval(before, [*after[:-1], 0.41])
+    assert math.isclose(mean, 0.1, rel_tol=1e-3) and low > 0.0999 and high < 0.1002
+    before = before[:4]
     mean, low, high = difference_interval(before, [0.1, 0.9, 0.5, 0.7])
     assert low < 0 < mean < high
+
+
+def test_equal_values_are_no_proof_of_a_value() -> None:
+    most = wilson_interval(0, 2)[1]
+    assert difference_interval([0.0, 0.0], [0.0, 0.0]) == (0.0, -most, most)
+    low, high = clustered_interval([0.5, 0.5])
+    assert 0 < low < 0.5 < high < 1
+    mean, low, high = difference_interval([0.1] * 400, [0.2] * 400)
+    assert low < mean < high and high - low < 0.02
 
 
 def test_measures_are_the_mean_and_powers_of_two() -> None:

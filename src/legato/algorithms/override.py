@@ -10,17 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
-from legato.core.parts import Part, lookup, nearest, reference_of
+from legato.core.parts import Part, lookup, reference_of
+from legato.core.slots import ONE, SEVERAL, not_a_list, not_a_name, not_removed, split_path, unknown_field
 from legato.errors import InputError
-
-ONE = {"advantage": "advantage", "aggregate": "aggregate", "objective.ratio": "ratio"}
-SEVERAL = {
-    "filters": "filter",
-    "objective.trust": "trust",
-    "objective.corrections": "correction",
-    "objective.penalties": "penalty",
-}
-_SLOTS = sorted([*ONE, *SEVERAL, "settings"])
 
 
 def override(algorithm: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
@@ -32,7 +24,7 @@ def override(algorithm: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
         if not isinstance(path, str) or not all(path.split(".")):
             raise InputError(f"override path {path!r} is not a dotted path, as in objective.trust.clip.low")
         # A configuration writes algorithm.objective.trust.clip.low.
-        slot, rest = _split(path.removeprefix("algorithm."))
+        slot, rest = split_path(path.removeprefix("algorithm."))
         if slot == "settings":
             settings[_require_name(path, rest)] = value
         elif not rest:
@@ -46,16 +38,6 @@ def override(algorithm: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
         current = slots.get(slot, _get(algorithm, slot))
         slots[slot] = _set_in_several(slot, name, current, assignments) if name else _set(slot, current, assignments)
     return _replace(algorithm, slots, settings)
-
-
-def _split(path: str) -> tuple[str, str]:
-    for slot in _SLOTS:
-        if path == slot or path.startswith(slot + "."):
-            return slot, path[len(slot) + 1 :]
-    for slot in _SLOTS:
-        if f"objective.{path}".startswith(slot + "."):
-            raise InputError(f"override path {path!r} does not exist; did you mean 'objective.{path}'?")
-    raise InputError(f"override path {path!r} does not exist; {nearest('.'.join(path.split('.')[:2]), _SLOTS)}")
 
 
 def _require_name(path: str, rest: str) -> str:
@@ -78,13 +60,13 @@ def build_part(kind: str, path: str, value: Any) -> Part:
             raise InputError(f"{path} holds a {kind}; {value.name!r} is a {value.kind}")
         return value
     if not isinstance(value, str):
-        raise InputError(f"{path}: expected the name of a {kind} or such a part, got {value!r}")
+        raise not_a_name(path, kind, value)
     return lookup(kind, value)()
 
 
 def _several(slot: str, value: Any) -> tuple[Part, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise InputError(f"{slot}: expected a list of {SEVERAL[slot]} names or parts, got {value!r}")
+        raise not_a_list(slot, value)
     return tuple(build_part(SEVERAL[slot], slot, item) for item in value)
 
 
@@ -92,9 +74,7 @@ def _set(path: str, part: Part, assignments: Mapping[str, Any]) -> Part:
     known = [field.name for field in dataclasses.fields(part)]  # type: ignore[arg-type]
     for field in assignments:
         if field not in known:
-            what = f"{part.kind} {part.name!r}"
-            hint = nearest(field, known) if known else f"{what} has no fields"
-            raise InputError(f"override path '{path}.{field}' does not exist in {what}; {hint}")
+            raise unknown_field(path, part.kind, part.name, field, known)
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in assignments.items()}
     try:
         return dataclasses.replace(part, **values)  # type: ignore[type-var]
@@ -109,7 +89,7 @@ def _set_in_several(slot: str, name: str, parts: tuple[Part, ...], assignments: 
             raise InputError(f"{path} is removed and set in one call; do one of them")
         whole = assignments[""]
         if whole is not None:
-            raise InputError(f"{path}: expected None (to remove it) or a field below it, got {whole!r}")
+            raise not_removed(path, whole)
         return tuple(part for part in parts if part.name != name)
     if all(part.name != name for part in parts):
         parts = (*parts, lookup(kind, name)())

@@ -33,6 +33,9 @@ from legato.run.sample import sample
 from legato.run.target import find, warn
 from legato.run.train import Run, resume, start, start_or_resume
 
+_OF_A_RECIPE = ("policy", "task", "reward")
+"""The tables that say what is trained on what. Without them and without a recipe, that of the tiny model is meant."""
+
 
 def train_command(
     arguments: Sequence[str],
@@ -44,12 +47,16 @@ def train_command(
 ) -> int:
     if allow_changes and not resume_if_exists:
         raise InputError("expected --resume-if-exists beside --allow-changes, got none; a new run has nothing to change")
-    files, words = split_words(arguments if arguments or from_trl else ["recipes/tiny.toml"])
+    files, words = split_words(arguments)
     recipes, notes = [Path(file) for file in files], list[str]()
+    if not recipes and from_trl is None and not any(word.startswith(_OF_A_RECIPE) for word in words):
+        recipes = [Path("recipes/tiny.toml")]
+        notes.append("the recipe is recipes/tiny.toml, since no recipe, model, task or reward was named")
     if from_trl is None:
         resolved = load(recipes, words)
     else:
-        resolved, notes = resolve_trl(from_trl, recipes, words, None, wire.Given())
+        resolved, of_trl = resolve_trl(from_trl, recipes, words, None, wire.Given())
+        notes += of_trl
     if dry_run:
         run = start(resolved, wire.Given(), PlainDisplay(sys.stdout), notes=notes, dry_run=True)
         if not run.rank:

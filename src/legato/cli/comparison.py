@@ -1,7 +1,6 @@
 """Runs `legato compare` and prints a line as each run starts and ends, then the tables."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +9,7 @@ from rich.text import Text
 from legato.cli.output import say_on
 from legato.cli.tables import show_tables
 from legato.compare.compare import compare
-from legato.compare.definition import from_arguments
+from legato.compare.definition import Definition
 from legato.compare.processes import Machine
 from legato.errors import InputError
 from legato.pages.comparison_tables import sentences, tables
@@ -18,19 +17,8 @@ from legato.pages.legible import legible
 
 
 def compare_command(
-    arguments: Sequence[str],
-    *,
-    arms: Sequence[str],
-    seeds: str | None,
-    sweep: Sequence[str],
-    parallel: int,
-    gpus: str,
-    out: Path | None,
-    unequal: bool,
-    retry_failed: bool,
-    keep_checkpoints: bool,
+    definition: Definition, *, parallel: int, gpus: str, out: Path | None, retry_failed: bool, keep_checkpoints: bool
 ) -> int:
-    definition = from_arguments(arguments, arms=arms, seeds=seeds, sweep=sweep, unequal=unequal)
     console = Console(highlight=False)
     comparison = compare(
         definition,

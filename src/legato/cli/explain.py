@@ -12,13 +12,14 @@ from rich.table import Table
 from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.catalogue import Entry, algorithm_names, entry
 from legato.algorithms.cautions import cautions
-from legato.algorithms.override import ONE, differences, flatten, parts_of
+from legato.algorithms.override import differences, flatten, parts_of
 from legato.api import algorithm
-from legato.cli.options import known_names
+from legato.cli.options import all_paths, known_names
 from legato.config.peers import describe_key, find_key
 from legato.config.sources import read_word
 from legato.core.importing import code_at, is_import_path
 from legato.core.parts import Part, lookup, names, nearest, part_at
+from legato.core.slots import ONE
 from legato.errors import InputError
 
 SLOTS = {
@@ -74,7 +75,11 @@ def explain_one(name: str, changes: Sequence[str]) -> None:
         return
     if name not in algorithm_names():
         key = find_key(tuple(name.split(".")))
-        words = nearest(name, known_names()).partition(" Known:")[0] if key is None else describe_key(*key)
+        words = (
+            nearest(name, [*known_names(), *(all_paths() if "." in name else [])]).partition(" Known:")[0]
+            if key is None
+            else describe_key(*key)
+        )
         raise InputError(f"unknown name {name!r}; {words}; legato explain lists the names, and options are as training.lr")
     published, value = _override(name, changes)
     console.print(f"[bold]{name}[/bold]  {escape(published.title)}  [dim]{escape(published.paper)}[/dim]\n")

@@ -8,6 +8,7 @@ writes files.
 
 import errno
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -23,8 +24,11 @@ from typer.core import TyperCommand, TyperGroup
 from legato import __version__
 from legato.cli.laboratory import lab
 from legato.cli.output import safe_output
+from legato.config.sources import split_words
 from legato.errors import LOST_RANK, InputError, LostRankError, OtherRankError, describe_error, shorten
+from legato.records.directory import check_run_folder
 from legato.records.room import is_of_the_disk, os_error_of, reason
+from legato.run.missing import check_log, check_target
 from legato.run.watcher import lost_output
 
 _PRINTING = (None, "explain", "eval", "sample", "doctor", "rollouts", "runs", "plan")
@@ -166,7 +170,8 @@ def train(
 ) -> None:
     """Train a model: legato train recipes/tiny.toml training.seed=1
 
-    Without arguments: recipes/tiny.toml. Recipes of the package are found from any directory, also as `tiny`.
+    Without a recipe, model, task or reward: recipes/tiny.toml. Recipes of the package are found from any directory, also as
+    `tiny`.
     """
     _check_arguments(arguments, whole=from_trl is None)
     _start_processes(processes, restarts)
@@ -259,6 +264,7 @@ def resume(
     ] = 0,
 ) -> None:
     """Continue a run from its newest whole checkpoint, or from an earlier one."""
+    check_run_folder(run)
     _check_arguments(words, whole=False)
     _start_processes(processes, restarts)
     from legato.cli.commands import resume_command
@@ -302,17 +308,22 @@ def compare(
     """
     # A file may be that of a comparison, which has other tables.
     _check_arguments([word for word in arguments or [] if "=" in word and not word.endswith(".toml")], whole=False)
+    from legato.compare.definition import from_arguments
+
+    definition = from_arguments(arguments or [], arms=arm or [], seeds=seeds, sweep=sweep or [], unequal=unequal)
+    for each in arm or []:
+        name, *words = shlex.split(each)
+        try:
+            _check_arguments(words, whole=False)
+        except InputError as error:
+            raise InputError("\n".join(f"arm {name}: {line}" for line in str(error).splitlines())) from None
     from legato.cli.comparison import compare_command
 
     code = compare_command(
-        arguments or [],
-        arms=arm or [],
-        seeds=seeds,
-        sweep=sweep or [],
+        definition,
         parallel=parallel,
         gpus=gpus,
         out=out,
-        unequal=unequal,
         retry_failed=retry_failed,
         keep_checkpoints=not drop_checkpoints,
     )
@@ -397,6 +408,8 @@ def evaluate(
     """
     recipe = [sets] if sets is not None and sets.endswith(".toml") else []
     _check_arguments([*recipe, *(word for word in arguments if "=" in word)], whole=False)
+    for target in split_words(arguments)[0]:
+        check_target(target)
     from legato.cli.commands import eval_command
 
     eval_command(
@@ -426,6 +439,7 @@ def sample(
     ] = None,
 ) -> None:
     """Sample responses to prompts."""
+    check_target(target)
     from legato.cli.commands import sample_command
 
     sample_command(
@@ -461,6 +475,7 @@ def serve(
 ) -> None:
     """Serve a model or a run over HTTP: OpenAI's endpoints and vLLM's, with a key (docs/serve.md)."""
     _check_arguments(words, whole=False)
+    check_target(target)
     from legato.cli.serve import serve_command
 
     serve_command(
@@ -490,6 +505,7 @@ def mismatch(
 ) -> None:
     """Measure samplers that differ from the trainer: the gap, its noise beside the clip, what each correction does."""
     _check_arguments(words, whole=False)
+    check_target(target)
     from legato.cli.mismatch import mismatch_command
 
     mismatch_command(target, words or [], kinds=kinds, prompts=prompts, output=output)
@@ -510,6 +526,7 @@ def doctor(
     output: Annotated[Path | None, typer.Option(help="Write the findings as JSON.")] = None,
 ) -> None:
     """Explain a run in words: what went wrong, with evidence, likely causes and what to try."""
+    check_log(target)
     from legato.cli.doctor import doctor_command
 
     doctor_command(target, words or [], columns=column or [], output=output)
@@ -529,6 +546,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a plain Hugging Face folder that AutoModelForCausalLM loads."""
+    check_target(target)
     from legato.cli.commands import export_command
 
     export_command(target, folder, step, merge, allow_older, dtype)
@@ -584,6 +602,8 @@ def report(
     output: Annotated[Path, typer.Option(help="Of several runs: where the page is written.")] = Path("runs.html"),
 ) -> None:
     """Write report.html of a run again; of several runs one page, curves with bands over seeds and what each costs."""
+    for run in runs:
+        check_run_folder(run)
     from legato.cli.commands import report_command
 
     report_command(runs, output)
@@ -603,7 +623,6 @@ def _start_processes(processes: int | None, restarts: int) -> None:
 def _translate_trl(path: Path | None, print_recipe: bool, arguments: list[str]) -> Any:
     """The translation of a configuration of TRL, before the import of torch; printed as a recipe if that is wanted."""
     from legato.config.from_trl import read_trl
-    from legato.config.sources import split_words
 
     if path is None:
         if print_recipe:

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from legato.config.names import ALGORITHMS, KINDS, ONE, SECTIONS, SEVERAL
+from legato.config.names import ALGORITHMS, KINDS, SECTIONS
 from legato.config.sections import FAMILIES, FREE, allowed_values
 from legato.core.fields import rule_of_form
+from legato.core.slots import ONE, SEVERAL
 
 MAIN = (
     "algorithm.name",
@@ -59,7 +60,7 @@ def print_main_options(console: Console | None = None) -> None:
 
 
 def explain_stored(name: str) -> bool:
-    """Explain an option, a table, or a kind of task, reward or engine; False if nothing has that name."""
+    """Explain an option, a table, a slot of an algorithm, or a task, reward or engine; False if nothing has that name."""
     console = Console(highlight=False)
     printed = False
     for kind, part in kinds_named(name):
@@ -70,7 +71,7 @@ def explain_stored(name: str) -> bool:
     paths = option_paths(name)
     for path in paths:
         _print_path(console, path)
-    return bool(paths)
+    return bool(paths) or _print_slot(console, canonical_path(name))
 
 
 def is_algorithm_or_part(name: str) -> bool:
@@ -108,6 +109,9 @@ def all_paths() -> list[str]:
     paths += [f"algorithm.{slot}" for slot in (*ONE, *SEVERAL)]
     for slot, kind in SEVERAL.items():
         paths += [f"algorithm.{slot}.{part}.{field}" for part, each in KINDS[kind].items() for field in each["fields"]]
+    for slot, kind in ONE.items():
+        fields = dict.fromkeys(field for each in KINDS[kind].values() for field in each["fields"])
+        paths += [f"algorithm.{slot}.{field}" for field in fields]
     return [path for path in paths if "NAME" not in path]
 
 
@@ -165,13 +169,36 @@ def _print_path(console: Console, path: str) -> None:
         _print_fields(console, {name: each for name, each in SECTIONS[path].items() if name not in FREE})
 
 
+def _print_slot(console: Console, path: str) -> bool:
+    """Explain a slot of an algorithm, or a field of the parts that fit into a slot of one; False if the path is neither."""
+    inner = path.removeprefix("algorithm.")
+    slots = {**ONE, **SEVERAL}
+    if inner in slots:
+        parts, form = KINDS[slots[inner]], "one of these" if inner in ONE else "a list of these"
+        console.print(Text.assemble((path, "bold"), f"  {form}, or file.py:Name of your own\n"))
+        table = _grid("part", "")
+        for name, part in parts.items():
+            table.add_row(name, Text(first_sentence(part["says"])))
+        console.print(table)
+        console.print(Text(f"\nlegato explain {next(iter(parts))} explains one of them", style="dim"))
+        return True
+    slot, _, field = inner.rpartition(".")
+    holders = {name: part for name, part in KINDS[ONE[slot]].items() if field in part["fields"]} if slot in ONE else {}
+    for name, part in holders.items():
+        console.print(Text.assemble((path, "bold"), f"  with {slot} = {name}"))
+        _print_fields(console, {field: part["fields"][field]})
+    return bool(holders)
+
+
 def _print_kind(console: Console, kind: str, name: str, part: Mapping[str, Any]) -> None:
     table = _TABLES[kind]
     key = {"environment": "environment", "engine": "engine"}.get(kind, "kind")
     console.print(Text.assemble((name, "bold"), f"  is set as {table}.{key}"))
     console.print(Text(f"{part['says']}\n"))
-    _print_fields(console, part["fields"])
-    needed = [field for field, each in part["fields"].items() if each["needed"]]
+    # An option that the table has itself is explained with the table.
+    fields = {field: each for field, each in part["fields"].items() if field not in SECTIONS[table]}
+    _print_fields(console, fields)
+    needed = [field for field, each in fields.items() if each["needed"]]
     lines = [f"[{table}]", f'{key} = "{name}"', *(f'{field} = "..."' for field in needed)]
     console.print(Text("\n".join(["", *lines])))
     if kind == "data":

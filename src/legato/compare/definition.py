@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from legato.algorithms.catalogue import algorithm_names
 from legato.config.messages import show_value
+from legato.config.names import ALGORITHMS
 from legato.config.read import read_file
 from legato.config.sources import check_tree, read_word, split_words
 from legato.errors import InputError, nearest
@@ -137,24 +137,22 @@ def read_definition(
     check_tree(dict(tree), str(path))
     unknown = [key for key in tree if key not in KEYS]
     if unknown:
-        raise InputError(f"{path}: {unknown[0]!r} is no key of a comparison; {', '.join(KEYS)} are")
+        raise InputError(f"expected a key of a comparison, got {unknown[0]!r} ({path}); {nearest(unknown[0], KEYS)}")
     tables = {key: tree.get(key, {}) for key in ("options", "arms", "sweep")}
     tables |= {f"arms.{name}": arm for name, arm in tables["arms"].items()} if isinstance(tables["arms"], dict) else {}
     for key, table in tables.items():
         if not isinstance(table, dict):
-            raise InputError(f"{path}: {key} = {show_value(table)} is not allowed; a table is, as in [{key}]")
+            raise InputError(f"{key}: expected a table, as in [{key}], got {show_value(table)} ({path})")
     recipe, seeds = tree.get("recipe", []), tree.get("seeds", [0, 1, 2])
     recipes = [recipe] if isinstance(recipe, str) else recipe
     if not isinstance(recipes, list) or not all(isinstance(each, str) for each in recipes):
-        raise InputError(
-            f"{path}: recipe = {show_value(recipe)} is not allowed; the name of a TOML file or a list of them is"
-        )
+        raise InputError(f"recipe: expected the name of a TOML file or a list of them, got {show_value(recipe)} ({path})")
     if not isinstance(tree.get("unequal", False), bool):
-        raise InputError(f"{path}: unequal = {show_value(tree['unequal'])} is not allowed; true or false is")
+        raise InputError(f"unequal: expected true or false, got {show_value(tree['unequal'])} ({path})")
     sweep = flatten(tables["sweep"])
     for key, values in (("seeds", seeds), *((f"sweep.{axis}", values) for axis, values in sweep.items())):
         if not isinstance(values, list):
-            raise InputError(f"{path}: {key} = {show_value(values)} is not allowed; a list is")
+            raise InputError(f"{key}: expected a list, got {show_value(values)} ({path})")
     return Definition(
         recipes=tuple(map(Path, recipes)),
         arms={name: flatten(arm) for name, arm in tables["arms"].items()},
@@ -180,13 +178,12 @@ def _arm(text: str) -> tuple[str, Options]:
     try:
         name, *words = shlex.split(text)
     except ValueError:
-        raise InputError(f"--arm {text!r} cannot be read; a name and path=value words, in one pair of quotes, are") from None
+        raise InputError(f"expected a name and path=value words in one pair of quotes, got {text!r} (--arm)") from None
     if words:
         return name, dict(read_word(word) for word in words)
-    if name not in algorithm_names():
+    if name not in ALGORITHMS:
         raise InputError(
-            f"--arm {text!r} changes nothing and is no algorithm; an algorithm's name alone, or 'NAME path=value ...', is"
-            f" allowed; algorithms: {', '.join(algorithm_names())}"
+            f"expected an algorithm, or 'NAME path=value ...', got {text!r} (--arm); {nearest(name, ALGORITHMS)}"
         )
     return name, {"algorithm": name}
 
@@ -198,7 +195,7 @@ def read_seeds(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"\s*(\d{1,18})(?:\s*-\s*(\d{1,18}))?\s*", piece)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last < first + 10_000:
-            raise InputError(f"--seeds {text!r} is not allowed; numbers and ranges are, as in 0,1,2 or 0-4")
+            raise InputError(f"expected numbers and ranges, as in 0,1,2 or 0-4, got {text!r} (--seeds)")
         found += range(first, last + 1)
     return tuple(found)
 
@@ -207,7 +204,7 @@ def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
     """`training.lr=1e-4,3e-4`: values as TOML has them, or bare words."""
     path, equals, values = text.partition("=")
     if not equals or not path.strip() or not values.strip():
-        raise InputError(f"--sweep {text!r} is not allowed; path=value,value is, as in training.lr=1e-4,3e-4,1e-3")
+        raise InputError(f"expected path=value,value, as in training.lr=1e-4,3e-4,1e-3, got {text!r} (--sweep)")
     try:
         return path.strip(), tuple(tomllib.loads(f"values = [{values}]")["values"])
     except ValueError:

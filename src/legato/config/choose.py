@@ -5,10 +5,10 @@ from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.catalogue import algorithm_names, entry, is_published
-from legato.algorithms.override import ONE, SEVERAL, build_part, differences, flatten, override
-from legato.config.messages import refusal, show_value
-from legato.config.sources import Layer
-from legato.core.parts import nearest
+from legato.algorithms.override import build_part, differences, flatten, override
+from legato.config.messages import refusal, show_value, unknown_algorithm
+from legato.config.sources import Layer, algorithm_changes
+from legato.core.slots import ONE, SEVERAL
 from legato.errors import InputError
 from legato.objectives.objective import Objective
 
@@ -36,13 +36,10 @@ def _own_algorithm(name: str, origin: str, layers: Sequence[Layer]) -> Algorithm
     """The user's own algorithm, built from the slots that hold one part. Slots of several parts start empty."""
     slots: dict[str, Any] = {}
     for layer in layers:
-        slots |= {path: value for path, value in _changes(layer, [])[0].items() if path in ONE}
+        slots |= {path: value for path, value in algorithm_changes(layer, [])[0].items() if path in ONE}
     missing = [slot for slot in ONE if slot not in slots]
     if missing:
-        raise InputError(
-            f"algorithm.name ({origin}): unknown algorithm {name!r}; {nearest(name, algorithm_names())}. An algorithm of"
-            f" your own needs all of {', '.join(ONE)}; missing: {', '.join(missing)}"
-        )
+        raise InputError(unknown_algorithm(name, origin, algorithm_names(), missing))
     try:
         parts: dict[str, Any] = {slot: build_part(ONE[slot], f"algorithm.{slot}", value) for slot, value in slots.items()}
         objective = Objective(ratio=parts.pop("objective.ratio"))
@@ -55,7 +52,7 @@ def apply_changes(algorithm: Algorithm, layers: Sequence[Layer], faults: list[st
     """The algorithm with the changes of all sources, and the origin of each changed path."""
     origins: dict[str, str] = {}
     for layer in layers:
-        changes, places = _changes(layer, faults)
+        changes, places = algorithm_changes(layer, faults)
         changes = _false_to_none(algorithm, changes)
         try:
             algorithm = override(algorithm, changes)
@@ -65,31 +62,6 @@ def apply_changes(algorithm: Algorithm, layers: Sequence[Layer], faults: list[st
             origins = {known: place for known, place in origins.items() if not known.startswith(f"{path}.")}
             origins[path] = places[path]
     return algorithm, origins
-
-
-def _changes(layer: Layer, faults: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The changes of one source by dotted path, and the origin of each."""
-    changes: dict[str, Any] = {}
-    places: dict[str, str] = {}
-
-    def walk(table: Mapping[str, Any], words: tuple[str, ...]) -> None:
-        for key, value in table.items():
-            path, origin = ".".join((*words, key)), layer.origin(("algorithm", *words, key))
-            if path == "name":
-                continue
-            if path == "settings" or path.startswith("settings."):
-                faults.append(
-                    f"algorithm.{path} ({origin}) cannot be set here; set the option of the run, as in training.lr"
-                )
-            elif isinstance(value, dict) and value:
-                walk(value, (*words, key))
-            elif isinstance(value, dict):
-                faults.append(f"algorithm.{path}: expected a slot or a field in the table, got an empty table ({origin})")
-            else:
-                changes[path], places[path] = value, origin
-
-    walk(layer.at(("algorithm",)) or {}, ())
-    return changes, places
 
 
 def _false_to_none(algorithm: Algorithm, changes: Mapping[str, Any]) -> dict[str, Any]:

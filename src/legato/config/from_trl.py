@@ -21,7 +21,7 @@ from typing import Any
 import tomli_w
 
 from legato.config import lora_lr
-from legato.config.peers import TRL, VERSIONS
+from legato.config.peers import OLD_NAMES, TRL, VERSIONS
 from legato.config.sources import Layer, from_words
 from legato.diagnostics.words import count
 from legato.errors import InputError, nearest
@@ -227,10 +227,14 @@ def translate(
     plain = {name: value.value if isinstance(value, Enum) else value for name, value in settings.items()}
     # transformers writes <HUB_TOKEN> and the like in place of secrets, set or not.
     plain = {name: None if value == f"<{str(name).upper()}>" else value for name, value in plain.items()}
+    renamed = {old: new for old, new in OLD_NAMES.items() if old in plain and new not in plain}
+    plain = {renamed.get(name, name): value for name, value in plain.items()}
     # Older versions wrote options that are gone by now; those that are switched off ask for nothing.
     gone = [name for name, value in plain.items() if name not in TRL and value in (None, False, "", -1, [], {})]
     plain = {name: value for name, value in plain.items() if name not in gone}
     job = _Job(settings=plain, source=source, problems=problems, reward_names=reward_names)
+    for old, new in renamed.items():
+        job.notes.append(f"{old} is called {new} in TRL {VERSIONS['TRL']}")
     if gone:
         job.notes.append(f"left out, since they are off and TRL {VERSIONS['TRL']} does not have them: {', '.join(gone)}")
     unknown = [name for name in plain if name not in TRL]
@@ -448,9 +452,9 @@ def _batch(job: _Job) -> None:
     job.put("training.updates_per_step", updates, job.describe("steps_per_generation", "gradient_accumulation_steps"))
     job.put("training.epochs_per_step", iterations, job.describe("num_iterations"))
     job.notes.append(
-        f"a step samples {responses} responses = {prompts} prompts x {group}, for {count(updates * iterations, 'update')},"
-        f" as TRL does with {processes} process{'es' if processes > 1 else ''}; with others multiply"
-        " training.prompts_per_step"
+        f"a step samples {responses} responses = {count(prompts, 'prompt')} x {group}, for"
+        f" {count(updates * iterations, 'update')}, as TRL does with {processes} process{'es' if processes > 1 else ''};"
+        " with others multiply training.prompts_per_step"
     )
     if updates > 1:
         job.notes.append("TRL shuffles the responses of a step over its updates; here an update takes whole groups")
@@ -681,8 +685,6 @@ def _correction(job: _Job) -> None:
 
 def _reward(job: _Job) -> None:
     names, weights = job.get("reward_funcs") or [], job.get("reward_weights")
-    if job.reward_names is not None:
-        _note_the_judge(job, job.reward_names)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         job.faults.append(f"{job.source}: expected a list of names, got {names!r} (reward_funcs)")
         return

@@ -14,7 +14,7 @@ from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.catalogue import entry, is_published
-from legato.algorithms.override import ONE, SEVERAL, override, parts_of
+from legato.algorithms.override import override, parts_of
 from legato.config import ahead, choose, kinds, lora_lr
 from legato.config.checks import Case, disagreements
 from legato.config.clamp import clamp
@@ -28,6 +28,7 @@ from legato.config.unknown import verl_options
 from legato.config.validate import merge, reward_of_environment, validate
 from legato.core.importing import OwnCode
 from legato.core.parts import code_of, lookup
+from legato.core.slots import ONE, SEVERAL
 from legato.errors import InputError
 
 __all__ = ["Resolved", "dump", "flatten", "load"]

@@ -1,7 +1,10 @@
 """Messages about faults in a configuration: the path, the value, its origin, what is allowed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from legato.core.slots import ONE
+from legato.errors import nearest
 
 _LONGEST = 80
 
@@ -25,3 +28,11 @@ def show_value(value: Any) -> str:
 def refusal(path: Sequence[str], value: Any, origin: str, allowed: str) -> str:
     """The message for an option with a value that is not allowed."""
     return f"{'.'.join(path)}: expected {allowed}, got {show_value(value)} ({origin})"
+
+
+def unknown_algorithm(name: str, origin: str, known: Iterable[str], missing: Sequence[str]) -> str:
+    """The message for a name that no algorithm has, where slots are missing for one of the user's own."""
+    return (
+        f"algorithm.name ({origin}): unknown algorithm {name!r}; {nearest(name, known)}. An algorithm of"
+        f" your own needs all of {', '.join(ONE)}; missing: {', '.join(missing)}"
+    )

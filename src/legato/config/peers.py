@@ -36,6 +36,7 @@ _SHARD = f'{_RANKS}, with training.shard = "optimizer" or "layers"'
 _ENGINE = "Legato samples with its own engine from the weights that are trained"
 _SERVERS = f'{_ENGINE}; rollouts.engine = "vllm" samples at vLLM servers instead (docs/engines.md)'
 _EVERY_STEP = "every step is recorded"
+_TRACKERS = "wandb: output.wandb; trackio: output.trackio; tensorboard: output.tensorboard"
 _STORED = "rollouts are stored (output.rollouts_every_steps) and shown by `legato dashboard` and in the report"
 _PADDING = "rows are packed without padding"
 _DATA = "problems are drawn without a data loader"
@@ -154,7 +155,7 @@ _TRL_TRANSLATED = {
     "save_total_limit": (None, "output.keep_last", "unset TRL keeps all; we keep 2 and the best"),
     "output_dir": (None, "output.directory", "TRL's folder of the run: output.directory/output.name"),
     "run_name": (None, "output.name", "the folder of the run, and its name in W&B"),
-    "report_to": ("none", "output.wandb", "wandb: output.wandb; tensorboard: output.tensorboard"),
+    "report_to": ("none", "output.wandb", _TRACKERS),
     "project": ("huggingface", "output.project", "of W&B"),
     "bf16": (
         None,
@@ -196,6 +197,9 @@ _TRL_NO_EFFECT = {
     "use_cache": (False, "", _ENGINE),
     "vllm_mode": ("colocate", "rollouts.engine", _SERVERS),
     "vllm_model_impl": ("vllm", "", _ENGINE),
+    "vllm_device": ("auto", "", f"{_ENGINE}; an option of older versions"),
+    "vllm_dtype": ("auto", "", f"{_ENGINE}; an option of older versions"),
+    "vllm_enable_prefix_caching": (True, "", "a group's prompt is computed once; an option of older versions"),
     "vllm_enable_sleep_mode": (False, "", _ENGINE),
     "vllm_server_base_url": (None, "rollouts.servers.urls", _SERVERS),
     "vllm_server_host": ("0.0.0.0", "rollouts.servers.urls", _SERVERS),
@@ -465,7 +469,7 @@ _VERL_TRANSLATED = {
     "trainer.project_name": ("verl_examples", "output.project", "of W&B"),
     "trainer.experiment_name": ("gsm8k", "output.name", "the folder of the run"),
     "trainer.default_local_dir": (None, "output.directory", "the folder of all runs"),
-    "trainer.logger": (["console", "wandb"], "output.wandb", "wandb: output.wandb; tensorboard: output.tensorboard"),
+    "trainer.logger": (["console", "wandb"], "output.wandb", _TRACKERS),
     "trainer.rollout_data_dir": (None, "output.rollouts_every_steps", _STORED),
 }
 
@@ -521,6 +525,16 @@ _VERL_SECTIONS = (
 )
 
 
+OLD_NAMES = {
+    "evaluation_strategy": "eval_strategy",
+    "use_liger_loss": "use_liger_kernel",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "vllm_max_model_len": "vllm_max_model_length",
+    "wandb_log_unique_prompts": "log_unique_prompts",
+}
+"""Names of options in older versions of TRL and transformers, which tutorials still have -> their names now."""
+
+
 def find_key(path: tuple[str, ...]) -> tuple[str, str, Key] | None:
     """(trainer, its name of the option, the answer) for a path that may be an option of TRL or verl.
 
@@ -531,8 +545,9 @@ def find_key(path: tuple[str, ...]) -> tuple[str, str, Key] | None:
     dotted = ".".join(words)
     if dotted in VERL:
         return "verl", dotted, VERL[dotted]
-    if words[0] not in _VERL_SECTIONS[:6] and words[-1] in TRL:
-        return "TRL", words[-1], TRL[words[-1]]
+    name = OLD_NAMES.get(words[-1], words[-1])
+    if words[0] not in _VERL_SECTIONS[:6] and name in TRL:
+        return "TRL", name, TRL[name]
     ends = [name for name in VERL if f".{name}".endswith(f".{dotted}")]
     tails = [name for name in VERL if name.rpartition(".")[2] == words[-1]]
     for names in (ends, tails if words[0] in _VERL_SECTIONS else []):

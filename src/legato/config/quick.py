@@ -4,19 +4,16 @@ It finds names that do not exist, values of the wrong type or out of range, kind
 that are missing. `load.py` then checks everything, also what options mean together.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path as File
-from typing import Any
 
-from legato.config.messages import refusal
-from legato.config.names import ALGORITHMS, KINDS, ONE, SEVERAL
+from legato.config.quick_algorithm import faults_of_algorithm
 from legato.config.sections import Section, stored_kind, stored_section
 from legato.config.sources import SETS, Layer, from_file, from_words, split_words
 from legato.config.unknown import verl_options
 from legato.config.validate import family_of, merge, reward_of_environment, tables_with_kind, validate
-from legato.core.fields import rule_of_form
 from legato.core.importing import check_file, is_import_path
-from legato.errors import InputError, nearest
+from legato.errors import InputError
 from legato.policy.model.folder import check_folder, means_a_folder
 from legato.tasks.rows import JSON_LINES, PARQUET, check_path
 
@@ -34,14 +31,12 @@ def check_arguments(arguments: Sequence[str], *, whole: bool = True) -> None:
     layers = [*(from_file(File(file)) for file in files), from_words(words)]
     root, merged = stored_section(), Layer()
     faults = [line for layer in layers for line in verl_options(layer)]
-    _check_algorithm_name(layers)
+    faults += faults_of_algorithm(layers, whole=whole)
     for layer in layers:
         merge(merged, layer, root)
     reward_of_environment(merged)
     if not whole:
         _drop_options_of_kinds_named_elsewhere(merged, root)
-    for layer in layers:
-        faults += _faults_of_algorithm(layer)
     validate(merged, faults, root, stored_kind)
     if faults:
         raise InputError("\n".join(dict.fromkeys(faults)))
@@ -62,55 +57,6 @@ def _drop_options_of_kinds_named_elsewhere(merged: Layer, root: Section) -> None
     for name, table in dict(sets).items() if isinstance(sets, dict) else ():
         if isinstance(table, dict) and "task" not in table:
             merged.drop((*SETS, name))
-
-
-def _check_algorithm_name(layers: Sequence[Layer]) -> None:
-    """InputError if the highest source that names an algorithm names none that can exist."""
-    for layer in reversed(layers):
-        table = layer.at(("algorithm",))
-        if not isinstance(table, dict) or "name" not in table:
-            continue
-        name, origin = table["name"], layer.origin(("algorithm", "name"))
-        if not isinstance(name, str):
-            raise InputError(refusal(("algorithm", "name"), name, origin, f"a name ({', '.join(ALGORITHMS)})"))
-        # An algorithm of the user's own is made of its slots; the whole check says which are missing.
-        own = any(isinstance(each := other.at(("algorithm",)), dict) and set(each) - {"name"} for other in layers)
-        if name not in ALGORITHMS and not own:
-            raise InputError(
-                f"algorithm.name ({origin}): unknown algorithm {name!r}; {nearest(name, ALGORITHMS)}. An algorithm of"
-                f" your own needs all of {', '.join(ONE)}; missing: {', '.join(ONE)}"
-            )
-        return
-
-
-def _faults_of_algorithm(layer: Layer) -> Iterator[str]:
-    """A line for each field of a part of ours in a slot of several with a value that is not allowed.
-
-    The other slots depend on the algorithm: the whole check looks at them.
-    """
-    for path, value, origin in _changes(layer.at(("algorithm",)) or {}, (), layer):
-        slot = next((slot for slot in SEVERAL if path.startswith(f"{slot}.")), None)
-        if slot is None:
-            continue
-        kind, (name, _, field) = SEVERAL[slot], path.removeprefix(f"{slot}.").partition(".")
-        fields = KINDS[kind].get(name, {"fields": {}})["fields"]
-        if field not in fields or value is None or value is False:
-            continue
-        rule = rule_of_form(fields[field]["rule"])
-        value = tuple(value) if isinstance(value, list) else value
-        if not rule.takes(value):
-            yield (
-                f"algorithm.{path} ({origin}): override of {slot}.{name}: {kind} '{name}'.{field}: expected"
-                f" {rule.expected}, got {value!r}"
-            )
-
-
-def _changes(table: Mapping[str, Any], words: tuple[str, ...], layer: Layer) -> Iterator[tuple[str, Any, str]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _changes(value, (*words, key), layer)
-        else:
-            yield ".".join((*words, key)), value, layer.origin(("algorithm", *words, key))
 
 
 def _check_files(merged: Layer) -> None:

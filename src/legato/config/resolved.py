@@ -8,11 +8,11 @@ from typing import Any
 import tomli_w
 
 from legato.algorithms.algorithm import Algorithm
-from legato.algorithms.override import ONE, SEVERAL
 from legato.algorithms.override import flatten as flatten_algorithm
 from legato.config.schema import Config
 from legato.core.importing import OwnCode
 from legato.core.parts import Part, reference_of
+from legato.core.slots import ONE, SEVERAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

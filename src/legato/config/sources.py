@@ -12,8 +12,9 @@ from typing import Any
 
 from legato.config.locate import Path, locate, locate_items
 from legato.config.messages import show_value
-from legato.config.names import ONE, SEVERAL
+from legato.config.peers import VERL
 from legato.config.read import read_file
+from legato.core.slots import ONE, SEVERAL
 from legato.errors import InputError
 
 DEEPEST = 24
@@ -177,6 +178,31 @@ def _named_set(each: Any, place: int, where: str) -> tuple[str, dict[str, Any]]:
             f' {got} ({where}); write name = "..."'
         )
     return name, {key: value for key, value in each.items() if key != "name"}
+
+
+def algorithm_changes(layer: Layer, faults: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The changes of one source to its algorithm by dotted path, and the origin of each. Adds faults of single changes."""
+    changes: dict[str, Any] = {}
+    places: dict[str, str] = {}
+
+    def walk(table: Mapping[str, Any], words: tuple[str, ...]) -> None:
+        for key, value in table.items():
+            path, origin = ".".join((*words, key)), layer.origin(("algorithm", *words, key))
+            if path == "name" or f"algorithm.{path}" in VERL:
+                continue  # `unknown.verl_options` answers options of verl
+            if path == "settings" or path.startswith("settings."):
+                faults.append(
+                    f"algorithm.{path} ({origin}) cannot be set here; set the option of the run, as in training.lr"
+                )
+            elif isinstance(value, dict) and value:
+                walk(value, (*words, key))
+            elif isinstance(value, dict):
+                faults.append(f"algorithm.{path}: expected a slot or a field in the table, got an empty table ({origin})")
+            else:
+                changes[path], places[path] = value, origin
+
+    walk(layer.at(("algorithm",)) or {}, ())
+    return changes, places
 
 
 def from_settings(algorithm: str, settings: Mapping[str, Any]) -> Layer:

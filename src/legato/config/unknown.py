@@ -12,8 +12,9 @@ from legato.errors import nearest
 
 
 def unknown_options(path: Path, value: Any, layer: Layer, siblings: Sequence[str]) -> Iterator[str]:
-    """The messages about an option or a table that does not exist; of a table of verl a line for each option in it."""
-    if isinstance(value, dict) and value and is_verl_section(path[0]):
+    """The messages about an option or a table that does not exist; of a table of another trainer a line for each option."""
+    foreign = is_verl_section(path[0]) or any(find_key(leaf) is not None for leaf in _leaves(value, path))
+    if isinstance(value, dict) and value and foreign:
         for name, inner in value.items():
             yield from unknown_options((*path, name), inner, layer, siblings)
     else:

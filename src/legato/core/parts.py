@@ -21,6 +21,7 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from legato.core.fields import check_fields, choice, flag, integer, mapping, number, numbers, pattern, text
 from legato.core.importing import OwnCode, import_object, is_import_path, own_code, reference_to, source_file
+from legato.core.slots import unknown_part
 from legato.errors import InputError
 from legato.errors import nearest as nearest
 
@@ -149,7 +150,7 @@ def find(kind: str, reference: str) -> Any:
         return import_object(kind, reference)
     known = registry_of(kind)
     if reference not in known:
-        raise InputError(f"unknown {kind} {reference!r}; {nearest(reference, sorted(known))}")
+        raise unknown_part(kind, reference, list(known))
     return known[reference]
 
 

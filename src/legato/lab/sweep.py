@@ -61,7 +61,7 @@ def read_epsilons(text: str) -> list[float]:
     except ValueError:
         widths = []
     if not widths or not all(0 < each < 1 for each in widths):
-        raise InputError(f"--epsilons {text!r} is not allowed; numbers above 0 and below 1 are, as in 1e-4,1e-3")
+        raise InputError(f"expected numbers above 0 and below 1, as in 1e-4,1e-3, got {text!r} (--epsilons)")
     return widths
 
 

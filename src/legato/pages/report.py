@@ -35,7 +35,11 @@ def write_report(directory: RunDirectory) -> Path:
                 health_section(health) if _steps(records) else "",
                 _samples(directory),
                 transcript(directory),
-                _list("Deviations from the paper", start.get("deviations"), "None: every value is the paper's."),
+                _list(
+                    "Deviations from the paper",
+                    start.get("deviations"),
+                    "None: every value that the paper sets is the paper's.",
+                ),
                 _probes(records),
                 _list("Notes", start.get("notes"), None),
                 _config(directory),

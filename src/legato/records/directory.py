@@ -97,6 +97,12 @@ PACKAGES = (
 _STEP = re.compile(r"step-(\d{6,})")
 
 
+def check_run_folder(path: Path) -> None:
+    """InputError if there is no folder at a path."""
+    if not path.is_dir():
+        raise InputError(f"expected a run directory, got {path}: there is no such folder")
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """A run directory by its path. Use `create` for a new directory and `open` for an existing one."""
@@ -129,8 +135,7 @@ class RunDirectory:
     def open(cls, path: Path) -> "RunDirectory":
         """Open an existing run directory and check its files and its format."""
         directory = cls(Path(path))
-        if not directory.path.is_dir():
-            raise InputError(f"expected a run directory, got {path}: there is no such folder")
+        check_run_folder(directory.path)
         missing = [file.name for file in (directory.config_path, directory.metrics_path) if not file.is_file()]
         if missing:
             mend = f"; `legato resume {path}` mends it" if directory.checkpoint_steps() else ""

@@ -47,7 +47,8 @@ def find_answer(text: str) -> str | None:
     if phrases:
         return _first_sentence(phrases[-1])
     lines = text.strip().splitlines()
-    return lines[-1].strip() if lines and _BARE_LINE.fullmatch(lines[-1].strip().rstrip(".")) else None
+    last = lines[-1].strip().strip("*").strip() if lines else ""
+    return last if _BARE_LINE.fullmatch(last.rstrip(".")) else None
 
 
 def last_number(text: str) -> str | None:

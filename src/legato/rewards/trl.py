@@ -53,6 +53,15 @@ def has_trl_signature(reward: Any) -> bool:
     return not names.isdisjoint(_BATCH) and ("prompts" in names or any_keyword)
 
 
+def reads_a_column(reward: Any) -> bool:
+    """Whether a reward of TRL names a column of the data among its parameters, as `answer` in one that judges answers."""
+    if not has_trl_signature(reward):
+        return False
+    parameters = inspect.signature(reward).parameters.values()
+    names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    return bool(names - {"prompts", *_BATCH, "trainer_state", *_LOGGERS, "environments", "self"})
+
+
 def adapt_trl_reward(reward: Any, schedule: Schedule | None = None) -> Any:
     """A reward with TRL's signature as a batched reward; any other reward unchanged."""
     if not has_trl_signature(reward):

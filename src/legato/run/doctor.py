@@ -35,6 +35,7 @@ from legato.health.explain import (
 )
 from legato.health.rules import RULES
 from legato.records.directory import RunDirectory
+from legato.run.missing import check_log
 
 DEFAULTS: dict[str, Any] = {
     name: TRL[name].default
@@ -71,10 +72,7 @@ class Examination:
 
 def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | None = None) -> Examination:
     """Diagnose a run directory, or the log of another trainer with its settings as words (epsilon=0.2)."""
-    if not path.exists():
-        raise InputError(
-            f"expected a run directory or a log (trainer_state.json, .jsonl, .csv), got {path}, which does not exist"
-        )
+    check_log(path)
     if path.name == "metrics.jsonl" and (path.parent / "config.toml").is_file():
         path = path.parent
     if (path / "metrics.jsonl").is_file() and (path / "config.toml").is_file():

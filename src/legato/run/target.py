@@ -13,11 +13,11 @@ from legato.config.resolved import Resolved
 from legato.core.importing import search_beside
 from legato.errors import InputError
 from legato.health.goback import find_checkpoint
-from legato.policy.model.folder import means_a_folder
 from legato.policy.model.load import load_without_weights
 from legato.policy.policy import Policy
 from legato.records.directory import RunDirectory
 from legato.run import inputs, wire
+from legato.run.missing import check_target
 from legato.tasks.source import Source
 from legato.training import checkpoint
 
@@ -108,11 +108,7 @@ def find(
         for warning in target.warnings:
             say(warning)
         return target
-    if means_a_folder(name) and not path.expanduser().exists():
-        raise InputError(
-            f"expected a run directory, a recipe (.toml) or a model (a folder or a hub name), got {name}: there is no such"
-            " folder"
-        )
+    check_target(name)
     return Target(resolved=load([], [f"policy.model={name}", *words]), saved=None)
 
 

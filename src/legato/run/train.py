@@ -40,6 +40,7 @@ from legato.records.repair import mend
 from legato.records.room import DiskFullError, waiting_for_room
 from legato.rewards.scoring import Component, WeightedSum
 from legato.rewards.separate import SeparateReward
+from legato.rewards.trl import reads_a_column
 from legato.run import inputs, ranks, wire
 from legato.run.again import restart_advice
 from legato.run.display import for_terminal
@@ -98,8 +99,9 @@ def train(
     model       a folder, a hub name, "tiny", "smollm2", or a module of transformers
     problems    a list of problems, or of mappings with "prompt" and "answer" (other keys become fields); or a task, an
                 object with `problem(random)` or `load()` as the classes of `legato.tasks` have
-    reward      a callable of one rollout, or of TRL's (prompts, completions, **columns); a list of such, of which the first
-                judges the answer; or the name of a reward ("number", "math-verify", "module:name")
+    reward      a callable of one rollout, or of TRL's (prompts, completions, **columns); a list of such, of which one
+                judges the answer: the first that names a column of the data, such as `answer`, else the first of all; or
+                the name of a reward ("number", "math-verify", "module:name")
     algorithm   a name, or a value made by `legato.algorithm` or as `legato.Algorithm(name="mine", ...)`
     recipe      TOML files, read from left to right
     trl         a configuration of TRL to start from: a GRPOConfig, a mapping, or a JSON or YAML file (docs/migrating.md)
@@ -136,6 +138,7 @@ def train(
         resolved = load(files, (), overrides)
     else:
         resolved, notes = resolve_trl(translation, files, (), overrides, given)
+    notes += _note_of_judge(given.reward)
     begin = partial(start_or_resume, allow_changes=allow_changes) if resume_if_exists else start
     if watcher is not None or not progress:
         return begin(resolved, given, watcher or Silent(), callback, notes=notes)
@@ -148,7 +151,7 @@ def train(
 
 
 def _as_reward(reward: Any, weights: Sequence[float] | None) -> Any:
-    """A reward unchanged, or a list of rewards by name with their weights, 1 by default. The first judges the answer."""
+    """A reward unchanged, or a list of rewards by name with their weights, 1 by default. One of them judges the answer."""
     if reward is None or callable(reward):
         return reward
     if not isinstance(reward, list | tuple) or not reward or not all(map(callable, reward)):
@@ -159,10 +162,20 @@ def _as_reward(reward: Any, weights: Sequence[float] | None) -> Any:
         raise InputError(f"expected {len(reward)} reward_weights, one for each reward of the list, got {len(weights)}")
     names = _reward_names(reward)
     values = [1.0] * len(reward) if weights is None else [float(weight) for weight in weights]
+    judge = next((name for name, each in zip(names, reward, strict=True) if reads_a_column(each)), names[0])
     parts = zip(names, reward, values, strict=True)
-    return {
-        name: Component(reward=each, weight=weight, judges=place == 0) for place, (name, each, weight) in enumerate(parts)
-    }
+    return {name: Component(reward=each, weight=weight, judges=name == judge) for name, each, weight in parts}
+
+
+def _note_of_judge(reward: Any) -> list[str]:
+    """Which of several rewards judges the answer, as a sentence; none for one reward."""
+    if not isinstance(reward, Mapping) or len(reward) < 2:
+        return []
+    judge = next(name for name, each in reward.items() if each.judges)
+    return [
+        f"the reward {judge} decides whether an answer is right, so accuracy is its mean; the others shape"
+        " (reward.components.NAME.judges in a recipe)"
+    ]
 
 
 def _reward_names(rewards: Sequence[Any]) -> list[str]:
@@ -258,8 +271,8 @@ def _start(
             " the reference of adapters is the model without them, which was not warmed up"
         )
     if dry_run:
-        return replace(_show_plan(resolved, policy, source, held_out, watcher), rank=world.rank)
-    with _directory_of(world, resolved, begin_again) as directory, closing_engine(collector):
+        return replace(_show_plan(resolved, given, policy, source, held_out, watcher), rank=world.rank)
+    with _directory_of(world, resolved, given, begin_again) as directory, closing_engine(collector):
         ranks.observe(world, config, directory)
         wire.open_journal(collector, directory)
         _record_environment(directory, resolved, policy.device)  # first: it marks the folder as a run's (`records/begun.py`)
@@ -308,12 +321,12 @@ def _start(
 
 
 @contextmanager
-def _directory_of(world: World, resolved: Resolved, begin_again: bool) -> Iterator[RunDirectory]:
+def _directory_of(world: World, resolved: Resolved, given: wire.Given, begin_again: bool) -> Iterator[RunDirectory]:
     """The run directory: rank 0 makes it, holds its lock and writes to it."""
     if world.rank:
         yield RunDirectory(Path(on_first_rank(world, str)), writes=False)
         return
-    with _own_directory(Path(resolved.config.output.directory), _run_name(resolved), begin_again) as directory:
+    with _own_directory(Path(resolved.config.output.directory), _run_name(resolved, given), begin_again) as directory:
         on_first_rank(world, lambda: str(directory.path.absolute()))
         yield directory
 
@@ -381,9 +394,11 @@ def start_or_resume(
         return start(resolved, given, watcher, callback, notes=notes, begin_again=True)
 
 
-def _show_plan(resolved: Resolved, policy: Policy, source: Source, held_out: Sequence[Problem], watcher: Watcher) -> Run:
+def _show_plan(
+    resolved: Resolved, given: wire.Given, policy: Policy, source: Source, held_out: Sequence[Problem], watcher: Watcher
+) -> Run:
     """Show what the run would do. Nothing is written."""
-    directory = Path(resolved.config.output.directory) / _run_name(resolved)
+    directory = Path(resolved.config.output.directory) / _run_name(resolved, given)
     lines = [
         *describe_plan(resolved, policy, source, held_out, str(directory)),
         *_notes(resolved, policy.notes),
@@ -807,12 +822,13 @@ def _rebuild_reference(resolved: Resolved, given: wire.Given, policy: Any, direc
     return Reference(policy=first, adapters=False)
 
 
-def _run_name(resolved: Resolved) -> str:
+def _run_name(resolved: Resolved, given: wire.Given) -> str:
     config = resolved.config
     if config.output.name is not None:
         return config.output.name
     algorithm = re.sub(r"[^\w.+-]+", "-", resolved.algorithm.name)  # the name of an algorithm made in Python is free text
-    stem = f"{config.task.kind.rpartition(':')[2]}-{algorithm}-seed{config.training.seed}"
+    task = config.task.kind.rpartition(":")[2] if given.problems is None else "problems"
+    stem = f"{task}-{algorithm}-seed{config.training.seed}"
     return unused_name(Path(config.output.directory), stem, 1)
 
 

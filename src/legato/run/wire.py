@@ -19,6 +19,7 @@ from legato.core.rollout import Problem
 from legato.core.settings import select
 from legato.core.user_code import CallFailedError, UserCode, is_own
 from legato.core.world import OneProcess, World
+from legato.diagnostics.words import count as counted
 from legato.environments.adapt import adapt_environment
 from legato.environments.tools import tools_of
 from legato.errors import InputError
@@ -457,11 +458,15 @@ def _fitting(problems: Sequence[Problem], rendering: Rendering, config: Config, 
 
 def held_out_of(config: Config, source: Source, rendering: Rendering, notes: list[str]) -> list[Problem]:
     """Up to task.held_out held-out problems whose prompts fit; a note is added if there are fewer."""
-    fitting = _fitting(source.held_out(config.task.held_out), rendering, config, "held-out problems")
+    held_out = source.held_out(config.task.held_out)
+    fitting = _fitting(held_out, rendering, config, "held-out problems")
     if len(fitting) < config.task.held_out:
-        notes.append(
-            f"evaluated on {len(fitting)} held-out problems: no more than that fit (task.held_out = {config.task.held_out})"
-        )
+        reasons = []
+        if len(held_out) < config.task.held_out:
+            reasons.append(f"no more than {len(held_out)} are held out (task.held_out = {config.task.held_out})")
+        if len(fitting) < len(held_out):
+            reasons.append(f"{len(held_out) - len(fitting)} have prompts that are too long (policy.max_prompt_tokens)")
+        notes.append(f"evaluated on {counted(len(fitting), 'held-out problem')}: {', and '.join(reasons)}")
     return fitting
 
 

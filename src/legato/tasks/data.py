@@ -8,6 +8,7 @@ A prompt column holds text or chat messages. Of equal prompts the first is kept;
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -246,8 +247,10 @@ def cell(row: Mapping[str, Any], column: str, where: str, option: str | None = N
     if column not in row:
         advice = ""
         if option is not None and row:
-            usual = [name for name in row if name.lower() in _USUAL_COLUMNS[option]]
-            advice = f"; set task.{option}={(usual or list(row))[0]}" + ("" if usual else ", or another column")
+            likely = [name for name in row if name.lower() in _USUAL_COLUMNS[option]]
+            likely += get_close_matches(column, [name for name in row if name not in likely], n=1)
+            advice = f"; set task.{option}={likely[0]}" if likely else f"; set task.{option} to one of them"
+            advice += ", or task.answer=false if there are no answers" if option == "answer" and not likely else ""
         raise InputError(f"{where}: expected a column {column!r}, got {', '.join(map(repr, row)) or 'none'}{advice}")
     return row[column]
 

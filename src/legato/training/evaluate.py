@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
 from legato.core.world import OneProcess, World
-from legato.diagnostics.statistics.intervals import clustered_interval, mean_interval, wilson_interval
+from legato.diagnostics.statistics.intervals import clustered_interval
 from legato.errors import InputError
 from legato.rollouts.engine import Limits
 from legato.rollouts.episodes import Runner, Start
@@ -79,8 +79,7 @@ class Evaluator:
 def accuracy_metrics(name: str, answered: Sequence[Sequence[Answered]]) -> dict[str, float]:
     """`eval/accuracy_<name>` with its 95 % interval, the mean reward of those that were scored, and the mean length."""
     means = [sum(a.accuracy for a in row) / len(row) for row in answered]
-    one = all(len(row) == 1 for row in answered) and all(mean in (0.0, 1.0) for mean in means)
-    low, high = wilson_interval(sum(means), len(means)) if one else mean_interval(means)
+    low, high = clustered_interval(means)
     lengths = [a.rollout.length for row in answered for a in row]
     reward = mean_reward(answered)
     return {

@@ -24,7 +24,19 @@ def clustered_interval(values: Sequence[float]) -> tuple[float, float]:
     """
     if all(value in (0.0, 1.0) for value in values):
         return wilson_interval(math.fsum(values), len(values))
-    return mean_interval(values)
+    return _interval_of_equal(values, 0.0, 1.0) or mean_interval(values)
+
+
+def _interval_of_equal(values: Sequence[float], least: float, most: float) -> tuple[float, float] | None:
+    """Return the interval of a mean where all values are equal; None where they are not.
+
+    By Wilson, a share of up to `others` of all problems may have another value, anywhere between `least` and `most`.
+    """
+    if max(values) - min(values) > 1e-9:
+        return None
+    others = wilson_interval(0, len(values))[1]
+    usual = (1 - others) * values[0]
+    return usual + others * least, usual + others * most
 
 
 def difference_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
@@ -33,6 +45,9 @@ def difference_interval(before: Sequence[float], after: Sequence[float]) -> tupl
     mean = math.fsum(changes) / len(changes)
     if len(changes) < 2:
         return mean, -1.0, 1.0
+    equal = _interval_of_equal(changes, -1.0, 1.0)
+    if equal is not None:
+        return mean, *equal
     half = _Z * math.sqrt(math.fsum((x - mean) ** 2 for x in changes) / (len(changes) - 1) / len(changes))
     return mean, max(-1.0, mean - half), min(1.0, mean + half)
 
