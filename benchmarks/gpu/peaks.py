@@ -40,7 +40,7 @@ class Row:
 def check_rows() -> list[Row]:
     """All measured peaks, beside what the memory model says."""
     gpu = factors.load("gpu.json")["sections"]
-    return [*_packs_of_one_size(gpu), *_updates(gpu), *_whole_step(gpu), *_sampling(), *_planned()]
+    return [*_packs_of_one_size(gpu), *_updates(gpu), *_whole_step(gpu), *_sampling(), *_planned_rows()]
 
 
 def missing_shapes() -> list[str]:
@@ -167,7 +167,7 @@ def _sampling() -> list[Row]:
     ]
 
 
-def _planned() -> list[Row]:
+def _planned_rows() -> list[Row]:
     """The peaks that `benchmarks/gpu/plan.py` has measured."""
     stored = load_results(PLAN_RESULTS)
     rows = []

@@ -338,7 +338,7 @@ class Listed:
 
 @pytest.mark.parametrize("task", [Doubling(), Listed()], ids=["made", "loaded"])
 def test_a_task_given_in_python_trains_and_resumes(task: Any, tmp_path: Path) -> None:
-    from legato.run.wire import Given
+    from legato.run.wire import PythonObjects
 
     options = {"reward.kind": EARLY, "task.held_out": 1}
     whole = run_small(tmp_path / "whole", options, problems=task).directory
@@ -346,7 +346,7 @@ def test_a_task_given_in_python_trains_and_resumes(task: Any, tmp_path: Path) ->
     part_of_it = cut_run(whole, tmp_path / "cut" / "run", 2)
     with pytest.raises(InputError, match="problems in Python"):
         resume(part_of_it)
-    resume(part_of_it, given=Given(problems=task))
+    resume(part_of_it, objects=PythonObjects(problems=task))
     assert differences(outcome(whole), outcome(part_of_it)) == []
 
 

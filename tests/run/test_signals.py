@@ -148,7 +148,7 @@ def test_a_signal_before_the_first_step_saves_step_0(tmp_path: Path) -> None:
     run = run_small(tmp_path, options, reward=reward)
     assert run.exit_code == 143
     assert RunDirectory.open(run.directory).checkpoint_steps() == [0]
-    resume(run.directory, given=wire.Given(reward=reward))
+    resume(run.directory, objects=wire.PythonObjects(reward=reward))
     assert differences_beyond_saves(uncut, run.directory) == []
 
 
@@ -332,11 +332,11 @@ def test_the_printed_command_begins_the_run_again(named: bool, tmp_path: Path) -
     options = {**OPTIONS, "policy.warm_up.steps": 2, "training.steps": 1}
     arguments = [word for word in words(tmp_path, options) if named or not word.startswith("output.name=")]
     before = signal.getsignal(signal.SIGTERM)
-    run = start(load([], arguments), wire.Given(), Impatient())
+    run = start(load([], arguments), wire.PythonObjects(), Impatient())
     assert (run.exit_code, run.model_folder) == (143, None) and signal.getsignal(signal.SIGTERM) == before
     again = run.reason.partition("begin again with legato train ")[2].split()
     assert len(again) == 1 + named
-    other = start(load([Path(again[0])], again[1:]), wire.Given(), Listener())
+    other = start(load([Path(again[0])], again[1:]), wire.PythonObjects(), Listener())
     assert other.exit_code == 0 and other.directory != run.directory
 
 

@@ -146,11 +146,11 @@ def _beyond(mark: str | None, weight: float) -> float:
     return 0.0 if mark is None else weight if mark == "high" else -weight
 
 
-def _meets(wanted: str | None, found: str, paired: Paired, least: float) -> bool | None:
+def _meets(wanted: str | None, verdict: str, paired: Paired, least: float) -> bool | None:
     """Whether a finding is the registered one; a difference must also be at least `least`. None: nothing is registered."""
     if wanted is None:
         return None
-    return found == wanted and (wanted == "equivalent" or abs(paired.mean) >= least)
+    return verdict == wanted and (wanted == "equivalent" or abs(paired.mean) >= least)
 
 
 def _verdict(compared: Sequence[Mapping[str, Any]]) -> str:

@@ -174,8 +174,8 @@ def _reward(case: Case) -> Iterator[str]:
 def _engine(case: Case) -> Iterator[str]:
     name, servers = case.config.rollouts.engine, case.config.rollouts.servers
     if is_import_path(name) or name not in engine_names() or not is_remote(name):
-        for path, given in (("rollouts.servers.urls", servers.urls), ("rollouts.servers.start", servers.start)):
-            if given and not is_import_path(name):
+        for path, value in (("rollouts.servers.urls", servers.urls), ("rollouts.servers.start", servers.start)):
+            if value and not is_import_path(name):
                 yield case.refuse(path, "none with " + case.describe("rollouts.engine"), _SERVER_ADVICE)
     elif bool(servers.urls) == bool(servers.start):
         got = "both" if servers.start else "neither"

@@ -26,7 +26,7 @@ def study_figures(results: Results) -> dict[str, Figure]:
     if not results["complete"]:
         return {}
     draw = _frontier if results["endpoint"]["kind"] == "frontier" else _scores
-    drawn = (_measured if results.get("measure") is not None else draw)(results)
+    drawn = (_measurement_figures if results.get("measure") is not None else draw)(results)
     return {name: each for name, each in drawn.items() if each is not None}
 
 
@@ -116,7 +116,7 @@ def _scores(results: Results) -> dict[str, Figure | None]:
     }
 
 
-def _measured(results: Results) -> dict[str, Figure | None]:
+def _measurement_figures(results: Results) -> dict[str, Figure | None]:
     """The measured value by the first swept axis, a figure for each value of the second."""
     first, *others = results["sweep"]
     drawn: dict[str, Figure | None] = {}

@@ -40,7 +40,7 @@ class WeightFolders:
         if adapters:
             self.policy.model.save_pretrained(partial)
         else:
-            self._write_model(dict(self._merged() if self.lora else weights), partial)
+            self._write_model(dict(self._merge_adapters() if self.lora else weights), partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         self._prune(folder)
@@ -75,7 +75,7 @@ class WeightFolders:
             config["tie_word_embeddings"] = False
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+    def _merge_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """The weights of the base model with the adapters added, by the names without peft."""
         deltas = _deltas(self._base)
         with torch.no_grad():
