@@ -118,7 +118,7 @@ def check_files(before: Mapping[str, str], now: Mapping[str, str], resolved: Res
     changed = [f"{resolved.values.get(option, 'file')} ({option})" for option in options]
     if changed and not allowed:
         raise InputError(
-            f"expected the files of the run as they were, got a changed {' and '.join(changed)}; put the old file back, or"
+            f"expected the files of the run as they were, got changes in {' and '.join(changed)}; put the old file back, or"
             " --allow-changes to go on with the new one"
         )
     return [f"changed: the file {each}" for each in changed]

@@ -149,7 +149,9 @@ def _check_training(resolved: Resolved) -> None:
         offload=training.offload_optimizer and on_gpu,
         reference=needs_reference(resolved.algorithm),
     )
-    refuse_if_too_large(demand, room, longest, model.name, on_gpu=on_gpu)
+    copies = config.rollouts.mismatch.copies if lora is None else 0
+    name = f"{model.name} and {copies} copies of it for rollouts.mismatch" if copies else model.name
+    refuse_if_too_large(demand, room, longest, name, on_gpu=on_gpu)
 
 
 def _describe_model(resolved: Resolved) -> _Model | None:

@@ -721,7 +721,7 @@ def _check_code(before: Mapping[str, str], now: Mapping[str, str], allowed: bool
     changed = [_name_code(reference) for reference, sha256 in now.items() if hashes[reference] != sha256]
     if changed and not allowed:
         raise InputError(
-            f"expected the files of the run as they were, got a changed {' and '.join(changed)} (SHA-256 differs); put the"
+            f"expected the files of the run as they were, got changes in {' and '.join(changed)} (SHA-256 differs); put the"
             " old file back, or --allow-changes to go on with the new one"
         )
     if changed:
