@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -117,8 +118,21 @@ def test_an_own_clip_accepts_a_clip_factor_and_cispo_does_not(tmp_path: Path) ->
     words = ["health.action=recover", "health.clip_factor=0.5", "output.checkpoint_every_steps=1"]
     resolved = load([], ['algorithm.objective.trust=["my_clip.py:MyClip"]', *words])
     assert resolved.config.health.clip_factor == 0.5
-    with pytest.raises(InputError, match=r"health\.clip_factor"):
+    with pytest.raises(InputError, match=r"health\.clip_factor.*cispo has no clip"):
         load([], ["algorithm=cispo", *words])
+
+
+def test_a_band_that_names_no_fields_is_refused_a_clip_factor_with_the_reason(tmp_path: Path) -> None:
+    fields = re.compile(r", fields=\(.*?\)")
+    assert fields.search(CODE)
+    (tmp_path / "unnamed_clip.py").write_text(fields.sub("", CODE))
+    words = [
+        "health.action=recover",
+        "health.clip_factor=0.5",
+        f'algorithm.objective.trust=["{tmp_path}/unnamed_clip.py:MyClip"]',
+    ]
+    with pytest.raises(InputError, match=r"health\.clip_factor.*'my-clip'.*Bounds\(fields=\.\.\.\)"):
+        load([], words)
 
 
 def test_the_run_records_the_file_and_its_hash(tmp_path: Path) -> None:

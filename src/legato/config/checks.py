@@ -286,7 +286,10 @@ def _health(case: Case) -> Iterator[str]:
             "health.clip_factor", "1", f"it has no effect on {adapting[0]!r}, whose band returns to its target"
         )
     elif health.clip_factor != 1 and not clip_bounds(case.algorithm):
-        yield case.refuse("health.clip_factor", "1", f"{case.algorithm.name} has no clip with bounds to tighten")
+        band = next(iter(case.algorithm.objective.bounds()), None)
+        without = f"{case.algorithm.name} has no clip with bounds to tighten"
+        unnamed = f"the band of {band!r} cannot be tightened: its bounds name no fields, Bounds(fields=...)"
+        yield case.refuse("health.clip_factor", "1", without if band is None else unnamed)
 
 
 def _output(case: Case) -> Iterator[str]:
