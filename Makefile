@@ -8,7 +8,7 @@ PEERS := .venv-peers
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 
-.PHONY: help setup train smollm2 test fast slow ranks trust lint browser bench vllm test-vllm docs pictures peers clean
+.PHONY: help setup train smollm2 test suites fast slow ranks trust lint style types browser bench vllm test-vllm docs pictures peers clean
 
 help:
 	@echo "setup   build $(VENV) with everything pinned in constraints.txt"
@@ -52,9 +52,13 @@ $(VENV)/.smollm2: $(READY)
 smollm2: $(VENV)/.smollm2
 	$(BIN)/legato train recipes/smollm2.toml training.seed=$(SEED)
 
-lint: $(READY)
+lint: style types
+
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -70,7 +74,11 @@ browser:
 # Whole runs take twice as long with the shape checks of tests/conftest.py; `make slow` runs them with the checks too.
 WHOLE := $(addprefix tests/,bench capacity cli compare dashboard examples fleet lab learning repository run serve)
 
-test: lint browser
+# mypy has one thread, so it runs beside the tests.
+test: style browser
+	@$(MAKE) --no-print-directory -j 2 types suites
+
+suites: $(READY)
 	LEGATO_SHAPE_CHECKS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not peers and not ranks and not vllm" $(WHOLE)
 	$(BIN)/python -m pytest -n 2 -m "not slow and not peers and not ranks and not vllm" $(addprefix --ignore=,$(WHOLE))
 	@if [ -e $(VLLM)/.ready ]; then $(MAKE) --no-print-directory test-vllm; \

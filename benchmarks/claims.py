@@ -27,12 +27,12 @@ def load_claims() -> list[dict[str, Any]]:
     for each in claims:
         if each["verdict"] not in VERDICTS:
             raise SystemExit(f"expected one of {', '.join(VERDICTS)}, got {each['verdict']!r} ({each['claim']})")
-        if each["verdict"] != "not tested" and _stored(each) is None:
+        if each["verdict"] != "not tested" and _results_path(each) is None:
             raise SystemExit(f"expected a stored result for the verdict {each['verdict']!r}, got none ({each['claim']})")
     return claims
 
 
-def _stored(claim: dict[str, Any]) -> Path | None:
+def _results_path(claim: dict[str, Any]) -> Path | None:
     """The file that holds what was measured; None if nothing is stored."""
     name = claim.get("study") or claim.get("results")
     folder = ROOT / "studies" / "results" if "study" in claim else ROOT / "benchmarks" / "results"
@@ -61,7 +61,7 @@ def page() -> str:
         lines += ["", f'<a id="{number}"></a>', "", f"## {each['claim']}", "", f"- Published: {each['published']}"]
         if "command" in each:
             lines.append(f"- Command: `{each['command']}`")
-        lines += [f"- Measured: {_measured(each)}", f"- Verdict: **{each['verdict']}**. {each['why']}"]
+        lines += [f"- Measured: {_measurement(each)}", f"- Verdict: **{each['verdict']}**. {each['why']}"]
     lines += ["", "## Recipes of which no run is stored", "", "The tool says so when such a recipe is loaded.", ""]
     lines += [f"- `{name}`" for name, entry in recipes.record().items() if not entry["stored"]]
     lines += ["", "## Stored results", "", "Pages name the file that a figure comes from; this is when it was stored.", ""]
@@ -75,8 +75,8 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measured(claim: dict[str, Any]) -> str:
-    path = _stored(claim)
+def _measurement(claim: dict[str, Any]) -> str:
+    path = _results_path(claim)
     if path is None:
         return "nothing is stored."
     if "study" not in claim:

@@ -169,7 +169,7 @@ def _digest(run: Path) -> dict[str, Any]:
         if line["kind"] in ("step", "evaluation", "probe", "origin"):
             for key, value in line.items():
                 if key not in ("kind", "words") and not key.startswith(_TIMES) and (line["kind"], key) != _ORIGIN:
-                    value = {name: _filled(each) for name, each in value.items()} if key == "histograms" else value
+                    value = {name: _filled_bins(each) for name, each in value.items()} if key == "histograms" else value
                     series.setdefault(f"{line['kind']} {key}", []).append(value)
     last = sorted((run / "checkpoints").glob("step-*"))[-1]
     weights: dict[str, str] = {}
@@ -182,7 +182,7 @@ def _digest(run: Path) -> dict[str, Any]:
     return {"weights": weights, "keys": {key: _hash(values) for key, values in sorted(series.items())}}
 
 
-def _filled(histogram: Mapping[str, list[float]]) -> list[list[Any]]:
+def _filled_bins(histogram: Mapping[str, list[float]]) -> list[list[Any]]:
     """The filled bins of a histogram with their edges in six digits. Later versions store empty bins as one."""
     edges = [f"{edge:.6g}" for edge in histogram["edges"]]
     bins = zip(edges, edges[1:], histogram["counts"], strict=False)

@@ -64,7 +64,7 @@ def experiment_page(results: Results) -> str:
         for part, drawing in study_figures(results).items()
         for line in ("", f"![{drawing.title}](../figures/study-{name}-{part}.svg)", "", drawing.caption)
     ]
-    made = [f"- {_made(each)}" for each in results.get("made") or [results["machine"]]]
+    made = [f"- {_provenance(each)}" for each in results.get("made") or [results["machine"]]]
     again = [f"- {sentence}" for sentence in repeat.sentences(name)]
     return (
         "\n".join(
@@ -90,7 +90,7 @@ def experiment_page(results: Results) -> str:
     )
 
 
-def _made(each: Mapping[str, Any]) -> str:
+def _provenance(each: Mapping[str, Any]) -> str:
     if "date" not in each:
         return f"{each.get('device', 'a machine that was not recorded')}; date under Written, commit not recorded"
     commit = (each["commit"] or "unknown")[:12]

@@ -41,7 +41,7 @@ def format_number(value: float | None, form: str = "{:.2f}") -> str:
     return "-" if value is None else form.format(value)
 
 
-def _failed(parts: Parts) -> list[str]:
+def _failure_lines(parts: Parts) -> list[str]:
     """A line per part that could not be measured, with the error."""
     return [f"- {name}: not measured. {part['error']}" for name, part in parts.items() if "error" in part]
 
@@ -191,7 +191,7 @@ def _shared(parts: Parts) -> list[str]:
     return table_lines(header, table)
 
 
-def _skipped(parts: Parts) -> list[str]:
+def _skipping_table(parts: Parts) -> list[str]:
     table = []
     for name, result in parts.items():
         if "seconds" not in result:
@@ -329,14 +329,14 @@ def section_lines(section: str, parts: Parts) -> list[str]:
         "B3": lambda: _active(parts),
         "B4": lambda: _updates(parts),
         "B5": lambda: _shared(parts),
-        "B6": lambda: _skipped(parts),
+        "B6": lambda: _skipping_table(parts),
         "B7": lambda: _decode(parts),
         "B8": lambda: _step(parts),
         "B10": lambda: _numerics(parts),
         "B11": lambda: _memory(parts),
         "B12": lambda: _beside_vllm(parts),
     }[section]()
-    return [*lines, *_failed(parts), *_runs(parts)]
+    return [*lines, *_failure_lines(parts), *_runs(parts)]
 
 
 def section_table(section: str, result: dict[str, Any]) -> str:

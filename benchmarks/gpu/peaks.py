@@ -42,7 +42,7 @@ class Row:
 def check_rows() -> list[Row]:
     """All measured peaks, beside what the memory model says."""
     gpu = factors.load("gpu.json")["sections"]
-    return [*_packs_of_one_size(gpu), *_updates(gpu), *_whole_step(gpu), *_sampling(), *_planned()]
+    return [*_packs_of_one_size(gpu), *_updates(gpu), *_whole_step(gpu), *_sampling(), *_planned_rows()]
 
 
 def missing_shapes() -> dict[str, str]:
@@ -176,7 +176,7 @@ def _sampling() -> list[Row]:
     ]
 
 
-def _planned() -> list[Row]:
+def _planned_rows() -> list[Row]:
     """The peaks that `benchmarks/gpu/plan.py` has measured."""
     stored = load_results(PLAN_RESULTS)
     rows = []

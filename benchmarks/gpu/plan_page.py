@@ -362,14 +362,14 @@ def _sharded_memory() -> str:
         "the same while sampling (no gradients)": lambda name: _gb(held(name, state, gradients=False)),
         '`"layers"`, sampling on servers': lambda name: _gb(held(name, layers)),
         '`"layers"` with a copy for the local engine': lambda name: _gb(held(name, resident)),
-        "plus whole layers that are gathered": lambda name: _gb(_gathered(name)),
+        "plus whole layers that are gathered": lambda name: _gb(_gathered_bytes(name)),
         "plus a pack of 16k tokens, kept / recomputed": pack,
     }
     rows = [[title, *(line(name) for name in SCALED)] for title, line in lines.items()]
     return markdown(["GB per GPU", *SCALED], rows)
 
 
-def _gathered(model: str) -> float:
+def _gathered_bytes(model: str) -> float:
     demand = replace(demand_of(setup_for(model), 0), sharding=Sharding(way="layers", ranks=8))
     return demand.memory(checkpointing=False).gathered
 

@@ -57,7 +57,7 @@ def quotient(first: float | None, second: float | None) -> float | None:
 
 
 def targets(sections: Sections) -> list[Target]:
-    return [*_head(sections), *_update(sections), *_saved(sections), *_decode(sections), *_rest(sections)]
+    return [*_head(sections), *_update(sections), *_saving_targets(sections), *_decode(sections), *_rest(sections)]
 
 
 def _head(sections: Sections) -> Iterator[Target]:
@@ -109,7 +109,7 @@ def _update(sections: Sections) -> Iterator[Target]:
         yield Target.of("B4", title, plain.get("mfu_updates"), mfu, "{:.0%}", least=True)
 
 
-def _saved(sections: Sections) -> Iterator[Target]:
+def _saving_targets(sections: Sections) -> Iterator[Target]:
     shares = dict[str, list[float]](r=[], products=[])
     for result in (stored_value(sections, "B5") or {}).values():
         times = quotient(result.get("apart", {}).get("seconds"), result.get("shared", {}).get("seconds"))

@@ -63,7 +63,7 @@ def make_trainer(settings: dict[str, Any]) -> Trainer:
         return float(table[rollout.problem.fields["number"]][rollout.rollout_id % work.SAMPLES])
 
     problems = [Problem(prompt=text, fields={"number": number}) for number, text in enumerate(settings["questions"])]
-    objects = wire.Given(problems=problems, reward=table_reward)
+    objects = wire.PythonObjects(problems=problems, reward=table_reward)
     resolved = load(
         [],
         (),

@@ -47,7 +47,9 @@ def torn_saves(source: random.Random) -> Iterator[Case]:
     for kind in _kinds(source):
         operation, counts = source.randint(1, 160), dict[str, int]()
         yield Case(
-            name=f"{kind}, killed at disk operation {operation}", check=_torn(server, kind, operation, counts), counts=counts
+            name=f"{kind}, killed at disk operation {operation}",
+            check=_torn_save_check(server, kind, operation, counts),
+            counts=counts,
         )
 
 
@@ -144,7 +146,7 @@ def _out_of_memory(kind: str, calls: int, counts: dict[str, int]) -> Callable[[P
     return check
 
 
-def _torn(server: Server, kind: str, operation: int, counts: dict[str, int]) -> Callable[[Path], str | None]:
+def _torn_save_check(server: Server, kind: str, operation: int, counts: dict[str, int]) -> Callable[[Path], str | None]:
     def check(folder: Path) -> str | None:
         expected = straight(kind, folder)
         if server.run_and_kill(train_words(folder, KINDS[kind]), operation=operation):

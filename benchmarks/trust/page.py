@@ -37,7 +37,7 @@ def trust_page() -> str:
         when = f"{result['date']}, {result['commit']}{landed}, seed {result['seed']}"
         rows.append([name, tried, str(count), str(len(result["broken"])), when])
     lines = [_HEAD, *markdown(("part", "what is tried and what must hold", "cases", "broken", "when"), rows)]
-    lines += _counted(results) + _measured(results)
+    lines += _count_table(results) + _soak_tables(results)
     broken = [(name, each) for name, result in results.items() for each in result["broken"]]
     if broken:
         lines += ["", "## What did not hold", ""]
@@ -45,7 +45,7 @@ def trust_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _counted(results: Mapping[str, Any]) -> list[str]:
+def _count_table(results: Mapping[str, Any]) -> list[str]:
     """What the parts counted beside their cases: kills by kind of run, states by kind of save."""
     rows = [
         [name, what, str(count)]
@@ -58,7 +58,7 @@ def _counted(results: Mapping[str, Any]) -> list[str]:
     return ["", "## Counted by kind", "", words, "", *markdown(("part", "kind", "count"), rows)]
 
 
-def _measured(results: Mapping[str, Any]) -> list[str]:
+def _soak_tables(results: Mapping[str, Any]) -> list[str]:
     """The readings of soaks."""
     lines = []
     for soak in results.get("soak", {}).get("measured", ()):

@@ -28,10 +28,10 @@ def killed_ranks(source: random.Random) -> Iterator[Case]:
         shard, victim, moment = source.choice(["optimizer", "layers"]), source.randrange(size), source.uniform(0.0, 3.0)
         counts: dict[str, int] = {}
         name = f"{kind}, {shard}, rank {victim} of {size} killed {moment:.1f} s after the first checkpoint"
-        yield Case(name=name, check=_killed(kind, shard, size, victim, moment, counts), counts=counts)
+        yield Case(name=name, check=_killed_rank_check(kind, shard, size, victim, moment, counts), counts=counts)
 
 
-def _killed(
+def _killed_rank_check(
     kind: str, shard: str, size: int, victim: int, moment: float, counts: dict[str, int]
 ) -> Callable[[Path], str | None]:
     options = {**KINDS[kind], "training.shard": shard}

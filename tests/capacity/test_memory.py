@@ -13,7 +13,7 @@ from legato.config.load import load
 from legato.errors import InputError
 from legato.policy.policy import Policy
 from legato.run import memory as run_memory
-from legato.run.wire import Given, policy_of
+from legato.run.wire import PythonObjects, policy_of
 from tests.capacity.setups import model, setup
 from tests.proof.runs import SMALL
 
@@ -37,7 +37,7 @@ def test_a_plan_has_the_demand_of_the_run(options: dict[str, Any]) -> None:
     resolved = load([], (), {**SMALL, "policy.dtype": "float32", **options})
     config = resolved.config.policy
     planned = setup_of(resolved, find_model(config.model, config.tiny), setup().hardware, 1)
-    of_run = asdict(run_memory.demand_of(resolved, policy_of(resolved, Given())))
+    of_run = asdict(run_memory.demand_of(resolved, policy_of(resolved, PythonObjects())))
     of_plan = asdict(demand_of(planned, 0))
     if options.get("policy.lora.rank"):
         assert of_plan.pop("trained") is None and of_run.pop("trained") == planned.model.shape.adapters(4)

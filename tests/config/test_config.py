@@ -57,7 +57,7 @@ def test_every_recipe_loads_and_its_header_has_command_and_machine(path: Path) -
 def test_every_recipe_finds_the_held_out_problems_it_asks_for(path: Path) -> None:
     config = load([path]).config
     if config.task.kind in names("task"):
-        assert len(wire.source_of(config, wire.Given()).held_out(config.task.held_out)) == config.task.held_out
+        assert len(wire.source_of(config, wire.PythonObjects()).held_out(config.task.held_out)) == config.task.held_out
 
 
 def test_the_promised_recipes_exist() -> None:

@@ -338,7 +338,7 @@ def test_each_thing_that_trls_script_passes_is_asked_for(tmp_path: Path) -> None
     """A reward in tables must not hide that data and model are missing: the defaults are sums and the tiny model."""
     translation = translate(GSPO)
     with pytest.raises(InputError, match="expected data and model beside the configuration of TRL"):
-        resolve_trl(translation, [], ["reward.components.right.kind=exact"], None, wire.Given())
+        resolve_trl(translation, [], ["reward.components.right.kind=exact"], None, wire.PythonObjects())
 
 
 def test_the_placeholder_of_a_secret_is_not_told() -> None:

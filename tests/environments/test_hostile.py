@@ -124,8 +124,8 @@ class Hostile:
 def test_a_run_goes_on_and_names_what_was_lost() -> None:
     options = {**OPTIONS, "task.environment": f"{__file__}:Hostile", "policy.warm_up": False, "training.minimum_scored": 0.1}
     resolved = load([], (), options)
-    policy, source = wire.policy_of(resolved, wire.Given()), wire.source_of(resolved.config, wire.Given())
-    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.Given()))
+    policy, source = wire.policy_of(resolved, wire.PythonObjects()), wire.source_of(resolved.config, wire.PythonObjects())
+    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.PythonObjects()))
     report = wire.trainer_of(resolved, policy, collector, None).step()
     assert 0.5 < report.metrics["rollouts/unscorable"] < 1 and report.metrics["update/applied"] == 1
     assert sorted(reason.partition(",")[0][:60] for reason in report.unscorable) == [

@@ -80,8 +80,8 @@ def test_a_recipe_warms_up_and_takes_a_step(name: str) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / f"tiny-{name}.toml"
     resolved = load([recipe], (), small)
     assert resolved.config.task.kind == NAMES[name] and resolved.config.reward.kind == "environment"
-    policy, source = wire.policy_of(resolved, wire.Given()), wire.source_of(resolved.config, wire.Given())
-    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.Given()))
+    policy, source = wire.policy_of(resolved, wire.PythonObjects()), wire.source_of(resolved.config, wire.PythonObjects())
+    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.PythonObjects()))
     examples = wire.warm_up_examples(resolved.config, policy, source, collector)(0)
     words = policy.tokenizer
     said = {words.decode(response, skip_special_tokens=True).partition("(")[0] for _, response in examples}

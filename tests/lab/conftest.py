@@ -8,7 +8,7 @@ from legato.config.load import load
 from legato.lab.recorder import DEFAULT
 from legato.run.train import start
 from legato.run.watcher import Silent
-from legato.run.wire import Given
+from legato.run.wire import PythonObjects
 
 SMALL = [
     *("policy.tiny.hidden=32", "policy.tiny.heads=2", "policy.warm_up.steps=30", "policy.warm_up.examples_per_step=32"),
@@ -34,4 +34,4 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps with all rollouts and its first and last checkpoint."""
     folder = tmp_path_factory.mktemp("lab")
     words = [*SMALL, "training.steps=4", "output.rollouts_every_steps=1", f"output.directory={folder}", "output.name=run"]
-    return start(load([DEFAULT], words), Given(), Silent()).directory
+    return start(load([DEFAULT], words), PythonObjects(), Silent()).directory

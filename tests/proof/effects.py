@@ -38,11 +38,11 @@ class Bench:
     patch: pytest.MonkeyPatch
     runs: int = 0
 
-    def build_run(self, options: dict[str, Any] | None = None, given: wire.Given | None = None) -> SimpleNamespace:
+    def build_run(self, options: dict[str, Any] | None = None, given: wire.PythonObjects | None = None) -> SimpleNamespace:
         """The objects of a run, which is not started."""
         chosen = {**SMALL, **(options or {})}
         resolved = load([], (), {path: value for path, value in chosen.items() if value is not None})
-        given = given or wire.Given()
+        given = given or wire.PythonObjects()
         policy, source = wire.policy_of(resolved, given), wire.source_of(resolved.config, given)
         reward = wire.reward_of(resolved.config, given)
         collector = wire.collector_of(resolved.config, policy, source, reward)
@@ -99,6 +99,8 @@ def rollout(text: str, answer: str = "42", length: int = 3) -> Rollout:
 
 def score_text(bench: Bench, text: str, options: dict[str, Any], length: int = 3) -> Score:
     """The score of a response under the configured reward."""
-    score = wire.reward_of(load([], (), {**SMALL, **options}).config, wire.Given()).score(rollout(text, length=length))
+    score = wire.reward_of(load([], (), {**SMALL, **options}).config, wire.PythonObjects()).score(
+        rollout(text, length=length)
+    )
     assert not isinstance(score, Unscorable)
     return score

@@ -98,7 +98,7 @@ def whether_the_head_is_tied(bench: Bench) -> None:
 def save_teacher(bench: Bench) -> Path:
     """A folder with a model of other weights."""
     folder = bench.folder / "teacher"
-    policy = bench.build_run({"training.seed": 9}, wire.Given()).policy
+    policy = bench.build_run({"training.seed": 9}, wire.PythonObjects()).policy
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
     return folder

@@ -55,7 +55,9 @@ def the_number_of_held_out_problems(bench: Bench) -> None:
 
 @effect("task.held_out_share")
 def the_share_of_held_out_problems(bench: Bench) -> None:
-    few, many = (bench.build_run({"task.held_out_share": share}, wire.Given(problems=POOL)).source for share in (0.1, 0.7))
+    few, many = (
+        bench.build_run({"task.held_out_share": share}, wire.PythonObjects(problems=POOL)).source for share in (0.1, 0.7)
+    )
     assert few.size > many.size
     assert many.size + len(many.held_out(60)) == 60
 
@@ -81,7 +83,9 @@ def a_system_prompt(bench: Bench) -> None:
 
 @effect("task.shuffle")
 def whether_problems_are_shuffled(bench: Bench) -> None:
-    straight, shuffled = (bench.build_run({"task.shuffle": on}, wire.Given(problems=POOL)).source for on in (False, True))
+    straight, shuffled = (
+        bench.build_run({"task.shuffle": on}, wire.PythonObjects(problems=POOL)).source for on in (False, True)
+    )
     order = [straight.training(number).key for number in range(straight.size)]
     assert order == [problem.key for problem in POOL if problem.key in set(order)]
     assert [shuffled.training(number).key for number in range(straight.size)] != order
@@ -181,14 +185,14 @@ def a_limit_of_time(bench: Bench) -> None:
         return 1.0
 
     config = load([], (), {**SMALL, "reward.timeout_seconds": 0.05}).config
-    assert isinstance(wire.reward_of(config, wire.Given(reward=slow)).score(rollout("42")), Unscorable)
+    assert isinstance(wire.reward_of(config, wire.PythonObjects(reward=slow)).score(rollout("42")), Unscorable)
 
 
 @effect("reward.separate_process")
 def a_process_for_the_reward(bench: Bench) -> None:
     config = load([], (), {**SMALL, "reward.separate_process": True, "reward.kind": f"{verdicts.__file__}:odd"}).config
     with mock.patch.object(Workers, "ask", return_value={"batch": False, "code": []}):  # a real worker imports torch
-        [component] = wire.reward_of(config, wire.Given()).components.values()
+        [component] = wire.reward_of(config, wire.PythonObjects()).components.values()
     assert isinstance(component.reward, SeparateReward) and component.reward.seconds == 600
 
 
@@ -200,7 +204,7 @@ def a_limit_of_time_for_tasks(bench: Bench) -> None:
 
     config = load([], (), {**SMALL, "task.timeout_seconds": 0.05}).config
     with pytest.raises(InputError, match=r"got timed out after 0\.05 s \(problem\(random\) of problems\)"):
-        wire.source_of(config, wire.Given(problems=Slow())).training(0)
+        wire.source_of(config, wire.PythonObjects(problems=Slow())).training(0)
 
 
 # The policy
@@ -251,7 +255,7 @@ def with_template() -> Any:
 def the_chat_template(bench: Bench) -> None:
     def said(**options: Any) -> str:
         named = {path.replace("__", "."): value for path, value in options.items()}
-        parts = bench.build_run(named, wire.Given(model=bench.build_run().policy.model, tokenizer=with_template()))
+        parts = bench.build_run(named, wire.PythonObjects(model=bench.build_run().policy.model, tokenizer=with_template()))
         return str(character_tokenizer().decode(parts.collector.runner.rendering.prompt(Problem(prompt="1+1=")).tolist()))
 
     assert said() == "<1+1=>"

@@ -71,7 +71,7 @@ def in_float64() -> Iterator[None]:
 
 def build(options: dict[str, Any], world: World) -> Trainer:
     """The trainer of a small run."""
-    resolved, given = load([], (), {**SMALL, **options}), wire.Given()
+    resolved, given = load([], (), {**SMALL, **options}), wire.PythonObjects()
     seed_generators(0)
     policy, source = wire.policy_of(resolved, given), wire.source_of(resolved.config, given)
     collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, given), world=world)

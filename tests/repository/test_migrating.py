@@ -204,7 +204,7 @@ def test_a_data_set_of_the_library_is_a_list_of_problems() -> None:
 
 def test_the_recipe_and_the_reward_of_the_verl_script_load(folder: Path) -> None:
     config = load([folder / "gspo.toml"]).config
-    reward = wire.reward_of(config, wire.Given()).components["reward"].reward
+    reward = wire.reward_of(config, wire.PythonObjects()).components["reward"].reward
     problem = Problem(prompt="2+3=", fields={"data_source": "sums", "reward_model": {"ground_truth": "5"}})
     assert judge_all(reward, [response(problem, " 5"), response(problem, "6")]) == [{"": 1.0}, {"": 0.0}]
 
@@ -213,7 +213,7 @@ def test_epochs_and_plain_text_are_read_from_the_data(folder: Path) -> None:
     from legato.config.from_trl import translate
 
     problems = [Problem(prompt=f"{n}+1=", answer=str(n + 1)) for n in range(50)]
-    given = wire.Given(problems=problems, reward=lambda rollout: 0.0)
+    given = wire.PythonObjects(problems=problems, reward=lambda rollout: 0.0)
     translation = translate({"num_train_epochs": 2, "model_name_or_path": "tiny"})
     resolved, notes = resolve_trl(translation, [], [], None, given)
     size = wire.source_of(resolved.config, given).size

@@ -16,7 +16,7 @@ from legato.rewards import separate_worker
 from legato.rewards.scoring import judge_all
 from legato.rewards.separate import SeparateReward, check_separate, rollout_as_json, rollout_from_json
 from legato.rewards.trl import Schedule
-from legato.run.wire import Given, reward_of
+from legato.run.wire import PythonObjects, reward_of
 from legato.workers.pool import Workers
 from tests.proof.responses import response
 
@@ -72,11 +72,11 @@ def test_the_trainer_does_not_import_the_reward(tmp_path: Path, monkeypatch: pyt
     replies = {"batch": True, "code": [code]}
     monkeypatch.setattr(Workers, "ask", lambda self, *question, seconds: replies)
     config = load([], (), {"reward.kind": f"{file}:score", "reward.separate_process": True}).config
-    [component] = reward_of(config, Given()).components.values()
+    [component] = reward_of(config, PythonObjects()).components.values()
     assert component.reward.batch and [each.file for each in component.reward.code] == [str(file)]
     replies = {"refused": "expected one positional argument"}
     with pytest.raises(InputError, match="expected one positional argument"):
-        reward_of(config, Given())
+        reward_of(config, PythonObjects())
 
 
 def test_the_worker_describes_a_reward(path: str) -> None:

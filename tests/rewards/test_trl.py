@@ -163,7 +163,7 @@ def test_a_reward_file_of_trl_is_named_in_reward_kind(tmp_path: Path) -> None:
     file = tmp_path / "trl_rewards.py"
     file.write_text(REWARD_FILE)
     rollouts = [response(TEXT, "5"), response(TEXT, "6"), response(Problem(prompt="?", answer="?"), "5")]
-    reward = wire.reward_of(load([], [f"reward.kind={file}:right"]).config, wire.Given())
+    reward = wire.reward_of(load([], [f"reward.kind={file}:right"]).config, wire.PythonObjects())
     first, second, third = reward.score_all(rollouts)
     assert (first.reward, second.reward) == (1.0, 0.0)
     assert third == Unscorable("right: returned None: it does not score this response")

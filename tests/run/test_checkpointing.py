@@ -13,7 +13,7 @@ from legato.errors import InputError
 from legato.policy.model.load import load_policy
 from legato.run import memory
 from legato.run.train import resume
-from legato.run.wire import Given, policy_of
+from legato.run.wire import PythonObjects, policy_of
 from legato.training.memory import available as machine
 from legato.training.memory.available import available
 from legato.training.memory.fit import least_bytes
@@ -36,7 +36,7 @@ def set_available_memory(patch: pytest.MonkeyPatch, size: int | None) -> None:
 def decide(options: dict[str, Any] | None = None) -> tuple[bool, list[str]]:
     """Whether layers are recomputed, and the notes about the decision."""
     resolved = load([], (), {**SMALL, **(options or {})})
-    policy = policy_of(resolved, Given())
+    policy = policy_of(resolved, PythonObjects())
     before = len(policy.notes)
     memory.decide_checkpointing(resolved, policy)
     assert policy.model.training is policy.body.is_gradient_checkpointing
@@ -46,7 +46,7 @@ def decide(options: dict[str, Any] | None = None) -> tuple[bool, list[str]]:
 def memory_needed(options: dict[str, Any] | None = None) -> tuple[Memory, Memory]:
     """Memory of an update without and with checkpointing."""
     resolved = load([], (), {**SMALL, **(options or {})})
-    demand = memory.demand_of(resolved, policy_of(resolved, Given()))
+    demand = memory.demand_of(resolved, policy_of(resolved, PythonObjects()))
     return demand.memory(checkpointing=False), demand.memory(checkpointing=True)
 
 
@@ -82,7 +82,7 @@ def test_checkpointing_is_on_exactly_if_the_pack_does_not_fit_without(monkeypatc
 @pytest.mark.parametrize("setting", ["auto", True, False])
 def test_a_model_that_cannot_fit_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, setting: object) -> None:
     options = {**LARGE, "policy.gradient_checkpointing": setting}
-    demand = memory.demand_of(resolved := load([], (), {**SMALL, **options}), policy_of(resolved, Given()))
+    demand = memory.demand_of(resolved := load([], (), {**SMALL, **options}), policy_of(resolved, PythonObjects()))
     longest = resolved.config.policy.max_prompt_tokens + resolved.config.rollouts.max_response_tokens
     least = least_bytes(demand, longest)
     needed = demand.memory(checkpointing=True)
@@ -204,7 +204,7 @@ def test_a_resumed_run_chooses_anew_and_ends_the_same(tmp_path: Path, monkeypatc
 
 def test_the_demand_counts_no_more_tokens_than_a_step_has() -> None:
     resolved = load([], (), SMALL)
-    policy = policy_of(resolved, Given())
+    policy = policy_of(resolved, PythonObjects())
     demand = memory.demand_of(resolved, policy)
     # 2 groups an update, each a prompt of at most 16 tokens and 4 responses of at most 3.
     assert demand.tokens_per_pack == 2 * (16 + 4 * 3)
@@ -216,12 +216,12 @@ def test_the_demand_counts_no_more_tokens_than_a_step_has() -> None:
 
 def test_the_demand_of_adapters_and_of_a_reference_and_a_value_head() -> None:
     lora = load([], (), {**SMALL, "policy.lora.rank": 2})
-    demand = memory.demand_of(lora, policy_of(lora, Given()))
+    demand = memory.demand_of(lora, policy_of(lora, PythonObjects()))
     assert demand.trained == demand.shape.adapters(2) and demand.parameters == demand.shape.parameters
     with_reference = load([], (), {**SMALL, "algorithm": "grpo", "algorithm.objective.penalties.kl.beta": 0.1})
-    assert memory.demand_of(with_reference, policy_of(with_reference, Given())).reference
+    assert memory.demand_of(with_reference, policy_of(with_reference, PythonObjects())).reference
     with_values = load([], (), {**SMALL, "algorithm": "ppo"})
-    assert memory.demand_of(with_values, policy_of(with_values, Given())).value_head
+    assert memory.demand_of(with_values, policy_of(with_values, PythonObjects())).value_head
 
 
 def test_the_memory_of_this_machine_is_constant() -> None:

@@ -23,7 +23,7 @@ from legato.pages.report import write_report
 from legato.records.directory import RunDirectory
 from legato.run import execute
 from legato.run.train import resume
-from legato.run.wire import Given
+from legato.run.wire import PythonObjects
 from tests.proof.command import Command
 from tests.proof.pages import numbers
 from tests.proof.runs import Listener, cut_run, differences, light, outcome, records, run_small, state, steps, words
@@ -167,8 +167,8 @@ def test_an_alarm_that_ended_a_run_ends_it_again_after_a_resume(tmp_path: Path) 
     """An alarm that stayed silent because it was shown before would let a dead policy train to the end."""
     folder = run(tmp_path, {"health.action": "stop"}).directory
     assert len(steps(folder)) == 7
-    assert resume(folder, given=_inputs()).exit_code == 3 and len(steps(folder)) == 8
-    ended = resume(folder, ["health.action=recover", "health.lr_factor=0.25"], given=_inputs(), allow_changes=True)
+    assert resume(folder, objects=_inputs()).exit_code == 3 and len(steps(folder)) == 8
+    ended = resume(folder, ["health.action=recover", "health.lr_factor=0.25"], objects=_inputs(), allow_changes=True)
     assert ended.exit_code == 0 and len(steps(folder)) == 10
     assert [record["rule"] for record in of_kind(folder, "recovery")] == ["ill"]
     assert of_kind(folder, "recovery")[0]["step"] < 6
@@ -178,7 +178,7 @@ def test_an_alarm_that_was_only_printed_acts_after_a_resume_with_another_action(
     tmp_path: Path, printed_alarm: SimpleNamespace
 ) -> None:
     again = cut_run(printed_alarm.directory, tmp_path, 8)
-    assert resume(again, ["health.action=stop"], given=_inputs(), allow_changes=True).exit_code == 3
+    assert resume(again, ["health.action=stop"], objects=_inputs(), allow_changes=True).exit_code == 3
     assert len(steps(again)) == 9
 
 
@@ -197,8 +197,8 @@ def test_the_time_left_counts_abandoned_steps(tmp_path: Path, monkeypatch: pytes
     assert len(estimates) > 10 and all(seconds == pytest.approx(remaining) for remaining, seconds in estimates[1:])
 
 
-def _inputs() -> Given:
-    return Given(reward=early)
+def _inputs() -> PythonObjects:
+    return PythonObjects(reward=early)
 
 
 def test_a_pause_waits_for_a_person(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_tightened_clip_is_kept(tmp_path: Path) -> None:
     logged = steps(ended.directory)
     assert logged[0]["clip/band_high"] == pytest.approx(0.2) and logged[-1]["clip/band_high"] == pytest.approx(0.1)
     assert of_kind(ended.directory, "recovery")[0]["problems_skipped"] == 0
-    longer = resume(ended.directory, ["training.steps=11"], given=_inputs())
+    longer = resume(ended.directory, ["training.steps=11"], objects=_inputs())
     assert steps(longer.directory)[-1]["clip/band_high"] == pytest.approx(0.1)
 
 
@@ -370,7 +370,7 @@ def test_a_resumed_run_equals_the_straight_one(
     """Cut before, at and after the alarm; a finished recovery is not repeated."""
     straight = (printed_alarm if action == "say" else recovered).directory
     again = cut_run(straight, tmp_path, step)
-    resume(again, given=_inputs())
+    resume(again, objects=_inputs())
     assert differences(outcome(straight), outcome(again)) == []
 
 

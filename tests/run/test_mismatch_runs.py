@@ -10,7 +10,7 @@ from legato.run.evaluate import evaluate
 from legato.run.memory import demand_of
 from legato.run.target import find
 from legato.run.train import resume
-from legato.run.wire import Given, policy_of
+from legato.run.wire import PythonObjects, policy_of
 from tests.proof import verdicts
 from tests.proof.command import Command, assert_refused
 from tests.proof.runs import SMALL, Listener, records, run_small, words
@@ -96,7 +96,7 @@ def test_accuracy_is_measured_on_the_policy_whatever_the_sampler(kind: str, tmp_
 def test_the_memory_estimate_counts_the_copies_of_a_mismatched_sampler() -> None:
     def parameters(**mismatch: Any) -> int:
         resolved = load([], (), {**SMALL, **{f"rollouts.mismatch.{name}": value for name, value in mismatch.items()}})
-        return demand_of(resolved, policy_of(resolved, Given())).parameters
+        return demand_of(resolved, policy_of(resolved, PythonObjects())).parameters
 
     alone = parameters()
     assert parameters(kind="kv-int8") == alone and parameters(kind="int8") == 2 * alone

@@ -34,7 +34,7 @@ def test_algorithms_start_alike_and_seeds_do_not(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_bit_of_one_weight_changes_the_fingerprint(dtype: str) -> None:
-    policy = wire.policy_of(load([], (), {**SMALL, "policy.dtype": dtype}), wire.Given())
+    policy = wire.policy_of(load([], (), {**SMALL, "policy.dtype": dtype}), wire.PythonObjects())
     before = wire.weights_fingerprint(policy)
     assert before == wire.weights_fingerprint(policy)
     weight = next(iter(policy.model.parameters())).data.view(-1).view(torch.uint8)

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -117,8 +118,21 @@ def test_an_own_clip_accepts_a_clip_factor_and_cispo_does_not(tmp_path: Path) ->
     words = ["health.action=recover", "health.clip_factor=0.5", "output.checkpoint_every_steps=1"]
     resolved = load([], ['algorithm.objective.trust=["my_clip.py:MyClip"]', *words])
     assert resolved.config.health.clip_factor == 0.5
-    with pytest.raises(InputError, match=r"health\.clip_factor"):
+    with pytest.raises(InputError, match=r"health\.clip_factor.*cispo has no clip"):
         load([], ["algorithm=cispo", *words])
+
+
+def test_a_band_that_names_no_fields_is_refused_a_clip_factor_with_the_reason(tmp_path: Path) -> None:
+    fields = re.compile(r", fields=\(.*?\)")
+    assert fields.search(CODE)
+    (tmp_path / "unnamed_clip.py").write_text(fields.sub("", CODE))
+    words = [
+        "health.action=recover",
+        "health.clip_factor=0.5",
+        f'algorithm.objective.trust=["{tmp_path}/unnamed_clip.py:MyClip"]',
+    ]
+    with pytest.raises(InputError, match=r"health\.clip_factor.*'my-clip'.*Bounds\(fields=\.\.\.\)"):
+        load([], words)
 
 
 def test_the_run_records_the_file_and_its_hash(tmp_path: Path) -> None:
@@ -338,7 +352,7 @@ class Listed:
 
 @pytest.mark.parametrize("task", [Doubling(), Listed()], ids=["made", "loaded"])
 def test_a_task_given_in_python_trains_and_resumes(task: Any, tmp_path: Path) -> None:
-    from legato.run.wire import Given
+    from legato.run.wire import PythonObjects
 
     options = {"reward.kind": EARLY, "task.held_out": 1}
     whole = run_small(tmp_path / "whole", options, problems=task).directory
@@ -346,7 +360,7 @@ def test_a_task_given_in_python_trains_and_resumes(task: Any, tmp_path: Path) ->
     part_of_it = cut_run(whole, tmp_path / "cut" / "run", 2)
     with pytest.raises(InputError, match="problems in Python"):
         resume(part_of_it)
-    resume(part_of_it, given=Given(problems=task))
+    resume(part_of_it, objects=PythonObjects(problems=task))
     assert differences(outcome(whole), outcome(part_of_it)) == []
 
 

@@ -304,7 +304,7 @@ def test_a_run_from_python_resumes_with_the_same_inputs(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_small(tmp_path / "cut", {"training.steps": 3}, problems=PROBLEMS, reward=odd, callback=stop)
     listed = [Problem(prompt=p["prompt"], answer=str(p["answer"]), fields={"level": p["level"]}) for p in PROBLEMS]
-    resume(tmp_path / "cut" / "run", given=wire.Given(problems=listed, reward=odd))
+    resume(tmp_path / "cut" / "run", objects=wire.PythonObjects(problems=listed, reward=odd))
     assert differences(outcome(straight), outcome(tmp_path / "cut" / "run")) == []
 
 

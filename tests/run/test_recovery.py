@@ -16,7 +16,7 @@ from legato.health.evidence import Evidence
 from legato.records.directory import RunDirectory
 from legato.run import execute
 from legato.run.train import resume
-from legato.run.wire import Given
+from legato.run.wire import PythonObjects
 from legato.training.report import StepReport
 from legato.training.step import Trainer
 from tests.proof.runs import cut_run, differences, light, outcome, state
@@ -31,7 +31,7 @@ def one_rule() -> Iterator[None]:
         yield
 
 
-GIVEN = Given(reward=early)
+OBJECTS = PythonObjects(reward=early)
 RECOVERING = ["health.action=recover", "health.lr_factor=0.25"]
 
 
@@ -86,7 +86,7 @@ def test_a_run_killed_during_a_recovery_ends_like_an_unkilled_run(
         with pytest.raises(ValueError, match="no whole checkpoint"):
             # Readers (sample, export) ignore checkpoints that the run is about to rename.
             recovery.checkpoint.latest(tmp_path / "run" / "checkpoints")
-    resume(tmp_path / "run", given=GIVEN)
+    resume(tmp_path / "run", objects=OBJECTS)
     assert differences(outcome(straight), outcome(tmp_path / "run")) == []
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
@@ -155,7 +155,7 @@ def test_a_state_that_cannot_be_saved_keeps_the_exit_code(
 def test_the_evidence_of_a_resumed_run_has_the_steps_before_it(tmp_path: Path) -> None:
     ended = run(tmp_path / "straight", {})
     again = cut_run(ended.directory, tmp_path, 5)
-    resume(again, given=GIVEN)
+    resume(again, objects=OBJECTS)
     files = [folder / "evidence" / "step-000007" / "metrics.jsonl" for folder in (ended.directory, again)]
     steps = [[json.loads(line)["step"] for line in file.read_text().splitlines()] for file in files]
     assert steps[0] == steps[1] == [1, 2, 3, 4, 5, 6, 7]
@@ -191,14 +191,14 @@ def test_a_rule_that_holds_may_be_ignored_from_a_resume_on(tmp_path: Path, monke
     ended = run(tmp_path, {})
     assert of_kind(ended.directory, "finding")
     words = ["health.action=recover", "health.ignored=['drift']", "training.steps=11"]
-    assert resume(ended.directory, words, given=GIVEN).exit_code == 0
+    assert resume(ended.directory, words, objects=OBJECTS).exit_code == 0
 
 
 def test_a_recovery_never_goes_back_to_a_checkpoint_in_alarm(tmp_path: Path) -> None:
     """A run that only printed the alarm and is resumed with recoveries must not spend them on checkpoints in alarm."""
     ended = run(tmp_path, {"output.keep_last": 2, "training.steps": 12})
     assert RunDirectory.open(ended.directory).checkpoint_steps() == [11, 12]
-    again = resume(ended.directory, ["training.steps=15", *RECOVERING], given=GIVEN, allow_changes=True)
+    again = resume(ended.directory, ["training.steps=15", *RECOVERING], objects=OBJECTS, allow_changes=True)
     assert again.exit_code == 3 and "no whole checkpoint" in again.reason
     assert of_kind(ended.directory, "recovery") == []
     assert [(each["since"], each["step"]) for each in of_kind(ended.directory, "finding")] == [(6, 7), (6, 13)]
@@ -206,7 +206,7 @@ def test_a_recovery_never_goes_back_to_a_checkpoint_in_alarm(tmp_path: Path) -> 
 
 def test_a_run_resumed_after_an_alarm_goes_back_to_before_the_first_sign(tmp_path: Path) -> None:
     ended = run(tmp_path, {"training.steps": 12})
-    again = resume(ended.directory, ["training.steps=15", *RECOVERING], given=GIVEN, allow_changes=True)
+    again = resume(ended.directory, ["training.steps=15", *RECOVERING], objects=OBJECTS, allow_changes=True)
     assert again.exit_code == 0
     (recovered,) = of_kind(ended.directory, "recovery")
     assert (recovered["from"], recovered["step"]) == (13, 1)
@@ -234,8 +234,8 @@ def test_an_answered_pause_is_not_repeated_after_a_resume(
         folder = tmp_path / "run"
     assert paused == [7]
     if answered:
-        assert resume(folder, given=GIVEN).exit_code == 0 and paused == [7]
+        assert resume(folder, objects=OBJECTS).exit_code == 0 and paused == [7]
     else:
         with pytest.raises(Kill):
-            resume(folder, given=GIVEN)
+            resume(folder, objects=OBJECTS)
         assert paused == [7, 8]

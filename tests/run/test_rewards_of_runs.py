@@ -126,7 +126,7 @@ def test_a_signal_saves_and_ends_although_the_reward_hangs(place: str, tmp_path:
     assert (run.exit_code, run.reason) == (143, "stopped by SIGTERM; the state is saved")
     assert not hangs
     assert RunDirectory.open(run.directory).checkpoint_steps() == [2]
-    assert resume(run.directory, given=wire.Given(reward=reward)).exit_code == 0
+    assert resume(run.directory, objects=wire.PythonObjects(reward=reward)).exit_code == 0
     straight = run_small(tmp_path / "straight", options, reward=reward).directory
     one, other = outcome(straight, checkpoints=False), outcome(run.directory, checkpoints=False)
     assert one["model/model.safetensors"] == other["model/model.safetensors"]
@@ -183,4 +183,4 @@ def test_a_task_that_exits_in_the_middle_of_a_run_leaves_a_checkpoint(tmp_path: 
     with pytest.raises(InputError, match=r"got SystemExit: 0 \(problem\(random\) of problems\)"):
         run_small(tmp_path, {**ONE, "training.steps": 2}, problems=task, reward=odd, callback=stop)
     task.exits = False
-    assert resume(tmp_path / "run", given=wire.Given(problems=task, reward=odd)).exit_code == 0
+    assert resume(tmp_path / "run", objects=wire.PythonObjects(problems=task, reward=odd)).exit_code == 0

@@ -302,9 +302,9 @@ def test_a_crash_at_any_flush_leaves_the_old_or_the_new_checkpoint_complete(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolved = load([straight / "config.toml"])
-    policy = wire.policy_of(resolved, wire.Given())
-    source = wire.source_of(resolved.config, wire.Given())
-    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.Given()))
+    policy = wire.policy_of(resolved, wire.PythonObjects())
+    source = wire.source_of(resolved.config, wire.PythonObjects())
+    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.PythonObjects()))
     trainer = wire.trainer_of(resolved, policy, collector, None)
     checkpoints = tmp_path / "checkpoints"
     shutil.copytree(straight / "checkpoints" / "step-000001", checkpoints / "step-000001")

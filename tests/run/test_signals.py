@@ -148,7 +148,7 @@ def test_a_signal_before_the_first_step_saves_step_0(tmp_path: Path) -> None:
     run = run_small(tmp_path, options, reward=reward)
     assert run.exit_code == 143
     assert RunDirectory.open(run.directory).checkpoint_steps() == [0]
-    resume(run.directory, given=wire.Given(reward=reward))
+    resume(run.directory, objects=wire.PythonObjects(reward=reward))
     assert differences_beyond_saves(uncut, run.directory) == []
 
 
@@ -264,26 +264,21 @@ def test_an_interrupted_process_prints_the_command_that_resumes(process: Callabl
     assert differences_beyond_saves(straight, this.run) == []
 
 
-def test_a_running_process_holds_the_lock_and_a_killed_one_does_not(process: Callable[..., Process], straight: Path) -> None:
-    this = process("0.1")
+@pytest.mark.parametrize(
+    "changes", [pytest.param({"policy.lora.rank": 2}, id="lora"), pytest.param({}, id="all weights", marks=pytest.mark.slow)]
+)
+def test_a_running_process_holds_the_lock_and_a_killed_one_resumes_to_the_same_bits(
+    changes: dict[str, Any], process: Callable[..., Process], tmp_path: Path
+) -> None:
+    straight = run_small(tmp_path / "straight", {**OPTIONS, **changes}).directory
+    this = process("0.1", **changes)
     this.wait_for('"kind":"checkpoint","step":2')
     with pytest.raises(ValueError, match=rf"{this.run}.*in use"):
         resume(this.run)
     this.wait_for('"kind":"step","step":3')
     this.inner.kill()
-    this.end()
-    assert RunDirectory.open(this.run).checkpoint_steps() in ([2], [2, 4])
-    resume(this.run)
-    assert differences_beyond_saves(straight, this.run) == []
-
-
-def test_a_killed_run_with_adapters_equals_the_straight_one(process: Callable[..., Process], tmp_path: Path) -> None:
-    straight = run_small(tmp_path / "straight", {**OPTIONS, "policy.lora.rank": 2}).directory
-    this = process("0.1", **{"policy.lora.rank": 2})
-    this.wait_for('"kind":"step","step":3')
-    this.inner.kill()
     assert this.end() == -signal.SIGKILL
-    assert RunDirectory.open(this.run).checkpoint_steps()[-1] in (2, 4)
+    assert RunDirectory.open(this.run).checkpoint_steps() in ([2], [2, 4])
     resume(this.run)
     assert differences_beyond_saves(straight, this.run) == []
 
@@ -332,11 +327,11 @@ def test_the_printed_command_begins_the_run_again(named: bool, tmp_path: Path) -
     options = {**OPTIONS, "policy.warm_up.steps": 2, "training.steps": 1}
     arguments = [word for word in words(tmp_path, options) if named or not word.startswith("output.name=")]
     before = signal.getsignal(signal.SIGTERM)
-    run = start(load([], arguments), wire.Given(), Impatient())
+    run = start(load([], arguments), wire.PythonObjects(), Impatient())
     assert (run.exit_code, run.model_folder) == (143, None) and signal.getsignal(signal.SIGTERM) == before
     again = run.reason.partition("begin again with legato train ")[2].split()
     assert len(again) == 1 + named
-    other = start(load([Path(again[0])], again[1:]), wire.Given(), Listener())
+    other = start(load([Path(again[0])], again[1:]), wire.PythonObjects(), Listener())
     assert other.exit_code == 0 and other.directory != run.directory
 
 

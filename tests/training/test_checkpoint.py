@@ -75,10 +75,10 @@ def test_the_model_is_a_folder_that_transformers_loads(straight: Path) -> None:
 def test_generators_of_every_kind_come_back(straight: Path, tmp_path: Path) -> None:
     resolved = load([straight / "config.toml"])
     folder = newest(straight)
-    policy = wire.policy_of(resolved, wire.Given(), folder / "model")
+    policy = wire.policy_of(resolved, wire.PythonObjects(), folder / "model")
     memory = checkpoint.read_state(folder)
-    source = wire.source_of(resolved.config, wire.Given())
-    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.Given()))
+    source = wire.source_of(resolved.config, wire.PythonObjects())
+    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.PythonObjects()))
     trainer = wire.trainer_of(resolved, policy, collector, None)
     checkpoint.restore(folder, policy, trainer.optimizer, memory)
     place = tmp_path / "checkpoints" / "step-000009"

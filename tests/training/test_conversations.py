@@ -109,9 +109,9 @@ def test_a_run_whose_template_breaks_conversations_trains_on_all_rows() -> None:
     options = {**OPTIONS, "task.environment": f"{turns.__file__}:Early", "policy.warm_up": False, "rollouts.stop": ["e"]}
     options |= {"rollouts.max_response_tokens": 60, "policy.max_prompt_tokens": 40, "training.tokens_per_pack": 60}
     resolved = load([], (), {**options, "algorithm": "turn-gspo", "algorithm.advantage": "turn-return"})
-    policy, source = wire.policy_of(resolved, wire.Given()), wire.source_of(resolved.config, wire.Given())
+    policy, source = wire.policy_of(resolved, wire.PythonObjects()), wire.source_of(resolved.config, wire.PythonObjects())
     policy.tokenizer.chat_template = FORGETFUL
-    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.Given()))
+    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.PythonObjects()))
     this = wire.trainer_of(resolved, policy, collector, None)
     looks: list[Look] = []
     this.look = looks.append

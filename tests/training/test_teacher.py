@@ -35,8 +35,8 @@ OPTIONS: dict[str, Any] = {
 def teach(folder: Path) -> Path:
     """A folder with a teacher that knows the task: the supervised stage alone."""
     resolved = load([], (), {**OPTIONS, "policy.warm_up": {"steps": 150, "examples_per_step": 64, "lr": 1e-2}})
-    policy, source = wire.policy_of(resolved, wire.Given()), wire.source_of(resolved.config, wire.Given())
-    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.Given()))
+    policy, source = wire.policy_of(resolved, wire.PythonObjects()), wire.source_of(resolved.config, wire.PythonObjects())
+    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.PythonObjects()))
     examples = wire.warm_up_examples(resolved.config, policy, source, collector)
     wire.warm_up(resolved.config, policy, examples, lambda step, loss: None)
     policy.model.save_pretrained(folder)
@@ -48,7 +48,7 @@ def teach(folder: Path) -> Path:
 def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A teacher of other weights. It knows nothing, which is enough for the arithmetic."""
     folder = tmp_path_factory.mktemp("teacher")
-    policy = wire.policy_of(load([], (), {**OPTIONS, "training.seed": 1}), wire.Given())
+    policy = wire.policy_of(load([], (), {**OPTIONS, "training.seed": 1}), wire.PythonObjects())
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
     return folder
@@ -56,8 +56,8 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trainer(**more: Any) -> Trainer:
     resolved = load([], (), {**OPTIONS, **{name.replace("__", "."): value for name, value in more.items()}})
-    policy, source = wire.policy_of(resolved, wire.Given()), wire.source_of(resolved.config, wire.Given())
-    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.Given()))
+    policy, source = wire.policy_of(resolved, wire.PythonObjects()), wire.source_of(resolved.config, wire.PythonObjects())
+    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.PythonObjects()))
     reference = wire.reference_of(resolved, policy) if wire.wants_reference(resolved) else None
     return wire.trainer_of(resolved, policy, collector, reference)
 
@@ -97,7 +97,7 @@ def test_a_student_reaches_its_teacher_before_one_without(tmp_path: Path) -> Non
     def accuracy(**more: Any) -> list[float]:
         this = trainer(policy__warm_up=stage, training__lr=3e-3, **more)
         resolved = load([], (), {**OPTIONS, "policy.warm_up": stage})
-        source, collector = wire.source_of(resolved.config, wire.Given()), this.source
+        source, collector = wire.source_of(resolved.config, wire.PythonObjects()), this.source
         examples = wire.warm_up_examples(resolved.config, this.policy, source, collector)  # type: ignore[arg-type]
         wire.warm_up(resolved.config, this.policy, examples, lambda step, loss: None)
         reports = [this.step() for _ in range(72)]
@@ -134,7 +134,7 @@ def test_a_teacher_that_the_algorithm_cannot_hear_is_refused(options: dict[str, 
 
 def test_a_teacher_with_another_tokenizer_is_refused() -> None:
     this = trainer()
-    other = wire.policy_of(load([], (), OPTIONS), wire.Given())
+    other = wire.policy_of(load([], (), OPTIONS), wire.PythonObjects())
     other.tokenizer.add_tokens(["<more>"])
     with pytest.raises(InputError, match=r"which differ at '<more>' \(teacher.model\)"):
         Teacher.of(other, this.policy, TeacherSettings(model="other"))

@@ -76,7 +76,7 @@ def test_a_two_turn_environment_trains(straight: tuple[Path, list[StepReport]]) 
 def test_the_tables_record_who_wrote_each_token(straight: tuple[Path, list[StepReport]]) -> None:
     pairs = members(straight[1])
     assert {int(rollout.turn.max()) for rollout, _ in pairs} == {0, 1}
-    words = wire.policy_of(load([], (), OPTIONS), wire.Given()).tokenizer
+    words = wire.policy_of(load([], (), OPTIONS), wire.PythonObjects()).tokenizer
     for number, report in enumerate(straight[1]):
         for rollout, score in members([report]):
             own = rollout.author == Author.POLICY.value
@@ -101,8 +101,8 @@ def trainer(**changes: Any) -> Trainer:
     """A trainer of an untrained model on an environment that rewards both turns."""
     options = {**OPTIONS, "task.environment": f"{turns.__file__}:Early", "policy.warm_up": False, "rollouts.stop": ["e"]}
     resolved = load([], (), {**options, **{name.replace("__", "."): value for name, value in changes.items()}})
-    policy, source = wire.policy_of(resolved, wire.Given()), wire.source_of(resolved.config, wire.Given())
-    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.Given()))
+    policy, source = wire.policy_of(resolved, wire.PythonObjects()), wire.source_of(resolved.config, wire.PythonObjects())
+    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.PythonObjects()))
     return wire.trainer_of(resolved, policy, collector, None)
 
 

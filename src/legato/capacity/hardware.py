@@ -65,7 +65,7 @@ def find_hardware(key: str, memory_gib: float | None = None) -> Hardware:
         raise InputError(f"expected more than 0 GiB, got {memory_gib:g} (--memory)")
     row, base = table[key.lower()], table[_MEASURED]
 
-    def reached(name: str, measured: str) -> float:
+    def measured_or_scaled(name: str, measured: str) -> float:
         """The measured figure, or that of the data sheet times the share that the H200 reached."""
         share = base[measured] / base["sheet"][name]
         return float(row.get(measured) or row["sheet"][name] * share)
@@ -73,9 +73,9 @@ def find_hardware(key: str, memory_gib: float | None = None) -> Hardware:
     return Hardware(
         key=key.lower(),
         name=row["name"],
-        memory=int((memory_gib or reached("memory_gb", "memory_gib")) * GIB),
-        matmul=reached("matmul_tflops", "matmul_tflops") * 1e12,
-        bandwidth=reached("bandwidth_tbs", "bandwidth_tbs") * 1e12,
+        memory=int((memory_gib or measured_or_scaled("memory_gb", "memory_gib")) * GIB),
+        matmul=measured_or_scaled("matmul_tflops", "matmul_tflops") * 1e12,
+        bandwidth=measured_or_scaled("bandwidth_tbs", "bandwidth_tbs") * 1e12,
         nvlink=row["nvlink_gbs"] * 1e9,
         network=row["network_gbs"] * 1e9,
         pcie=row["pcie_gbs"] * 1e9,

@@ -11,7 +11,7 @@ from legato.capacity.remedies import Remedy
 from legato.capacity.table import Cell
 
 
-def plan_record(plan: Plan, found: Sequence[Remedy]) -> dict[str, Any]:
+def plan_record(plan: Plan, remedies: Sequence[Remedy]) -> dict[str, Any]:
     """A plan with its remedies."""
     setup, shape = plan.setup, plan.setup.model.shape
     return {
@@ -33,7 +33,7 @@ def plan_record(plan: Plan, found: Sequence[Remedy]) -> dict[str, Any]:
                 "price": remedy.price,
                 "calculated": calculated_record(remedy.plan),
             }
-            for remedy in found
+            for remedy in remedies
         ],
         "measured": {
             "results": [asdict(result) for result in plan.results()],

@@ -47,23 +47,23 @@ def remedies(plan: Plan) -> list[Remedy]:
     """What would make a run fit, the cheapest first; nothing if it fits as it is or nothing helps."""
     if plan.fits:
         return []
-    setup, found = plan.setup, list[Remedy]()
+    setup, ways = plan.setup, list[Remedy]()
     same = _fastest(setup, setup, "changes no result")
-    found += [same] if same else []
+    ways += [same] if same else []
     if not setup.eight_bit and not setup.lora_rank:
         rounded = _fastest(setup, replace(setup, eight_bit=True), "moments of 8 bits, needs bitsandbytes")
-        found += [rounded] if rounded else []
+        ways += [rounded] if rounded else []
     if not setup.lora_rank:
         adapted = _fastest(
             setup, replace(setup, lora_rank=ADAPTER_RANK, trained=None, eight_bit=False), "trains adapters only"
         )
-        found += [adapted] if adapted else []
+        ways += [adapted] if adapted else []
     more = _more_gpus(setup)
-    found += [more] if more else []
+    ways += [more] if more else []
     if not setup.servers and setup.gpus > 1 and not same:
         elsewhere = _fastest(setup, replace(setup, servers=True), "needs other machines for sampling")
-        found += [elsewhere] if elsewhere else []
-    return found
+        ways += [elsewhere] if elsewhere else []
+    return ways
 
 
 def faster(plan: Plan) -> Remedy | None:

@@ -164,9 +164,9 @@ def setup_of(
     )
 
 
-def _mean(given: int | None, limit: int, option: str) -> int:
-    if given is None:
+def _mean(tokens: int | None, limit: int, option: str) -> int:
+    if tokens is None:
         return limit
-    if not 1 <= given <= limit:
-        raise InputError(f"expected 1 to {limit} tokens, the limit of the recipe, got {given} ({option})")
-    return given
+    if not 1 <= tokens <= limit:
+        raise InputError(f"expected 1 to {limit} tokens, the limit of the recipe, got {tokens} ({option})")
+    return tokens

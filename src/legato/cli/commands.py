@@ -55,17 +55,17 @@ def train_command(
     if from_trl is None:
         resolved = load(recipes, words)
     else:
-        resolved, of_trl = resolve_trl(from_trl, recipes, words, None, wire.Given())
+        resolved, of_trl = resolve_trl(from_trl, recipes, words, None, wire.PythonObjects())
         notes += of_trl
     if dry_run:
-        run = start(resolved, wire.Given(), PlainDisplay(sys.stdout), notes=notes, dry_run=True)
+        run = start(resolved, wire.PythonObjects(), PlainDisplay(sys.stdout), notes=notes, dry_run=True)
         if not run.rank:
             print(run.reason)
         return 0
     if resume_if_exists:
-        run = start_or_resume(resolved, wire.Given(), for_terminal(), notes=notes, allow_changes=allow_changes)
+        run = start_or_resume(resolved, wire.PythonObjects(), for_terminal(), notes=notes, allow_changes=allow_changes)
     else:
-        run = start(resolved, wire.Given(), for_terminal(), notes=notes)
+        run = start(resolved, wire.PythonObjects(), for_terminal(), notes=notes)
     _print_ending(run)
     return run.exit_code
 
@@ -126,14 +126,14 @@ def eval_command(
         raise InputError(f"expected one target with --server, got {' and '.join(targets)}; a server has one model")
     if sets is not None or len(targets) > 1:
         _check_held_out_options(targets, file, step)
-        found = {target: find(target, words, step, sets=sets) for target in targets}
-        for target, each in found.items():
+        runs = {target: find(target, words, step, sets=sets) for target in targets}
+        for target, each in runs.items():
             if not each.resolved.config.evaluation.sets:
                 raise InputError(
                     f"expected evaluation sets to measure {' and '.join(targets)} on, got none ({target}); name them with"
                     " --sets, or in its recipe as [[evaluation.sets]]"
                 )
-        results = {target: evaluate_sets(each, server) for target, each in found.items()}
+        results = {target: evaluate_sets(each, server) for target, each in runs.items()}
         if len({tuple((each.name, *each.values) for each in result) for result in results.values()}) > 1:
             raise InputError("expected targets with the same evaluation sets, got others; name them with --sets")
         print_sets(results)

@@ -155,7 +155,7 @@ def _print_path(console: Console, path: str) -> None:
     option = _option_at(path)
     if option is not None:
         console.print(
-            Text.assemble((path, "bold"), f"  {_allowed(option)}; default {_bare(option['default'])}"), soft_wrap=True
+            Text.assemble((path, "bold"), f"  {_allowed_text(option)}; default {_bare(option['default'])}"), soft_wrap=True
         )
         console.print(Text(f"  {option['says']}"))
         resumed = {
@@ -216,11 +216,11 @@ def _print_fields(console: Console, fields: Mapping[str, Any]) -> None:
         return
     table = _grid("option", "default", "allowed", "")
     for name, option in fields.items():
-        table.add_row(name, Text(_bare(option["default"])), Text(_allowed(option)), Text(option["says"]))
+        table.add_row(name, Text(_bare(option["default"])), Text(_allowed_text(option)), Text(option["says"]))
     console.print(table)
 
 
-def _allowed(option: Mapping[str, Any]) -> str:
+def _allowed_text(option: Mapping[str, Any]) -> str:
     if "table" in option:
         return f"{option['allowed']} or absent" if option["optional"] else str(option["allowed"])
     return allowed_values(rule_of_form(option["rule"]))

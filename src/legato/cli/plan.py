@@ -81,7 +81,7 @@ def _load(recipes: Sequence[str], options: Sequence[str]) -> tuple[Resolved, str
     return load([Path(recipe) for recipe in recipes], words), ways[-1].strip("'\"") if ways else None
 
 
-def plan_lines(plan: Plan, found: Sequence[Remedy], source: str) -> list[str]:
+def plan_lines(plan: Plan, ways: Sequence[Remedy], source: str) -> list[str]:
     """The plan in lines to print."""
     setup, model = plan.setup, plan.setup.model
     shard = f", training.shard={setup.shard}" if setup.gpus > 1 else ""
@@ -95,7 +95,7 @@ def plan_lines(plan: Plan, found: Sequence[Remedy], source: str) -> list[str]:
         "memory per GPU at the longest lengths, calculated",
         *(f"  {line}" for line in plan.need.memory.lines()),
         f"  {_verdict(plan)}",
-        *_remedy_lines(plan, found),
+        *_remedy_lines(plan, ways),
     ]
     if plan.fits:
         lines += ["", "time of a step, calculated", *_time_lines(plan)]
@@ -103,8 +103,8 @@ def plan_lines(plan: Plan, found: Sequence[Remedy], source: str) -> list[str]:
         if better is not None:
             step = _seconds(better.plan.times.step)
             lines += ["", "faster, calculated", f"  {better.words()}", f"      {better.price}; {step} a step"]
-    elif found:
-        lines += ["", f"time of a step with {found[0].words()}, calculated", *_time_lines(found[0].plan)]
+    elif ways:
+        lines += ["", f"time of a step with {ways[0].words()}, calculated", *_time_lines(ways[0].plan)]
     results = plan.results()
     if results:
         lines += ["", "measured, with the loads named"]
@@ -112,7 +112,7 @@ def plan_lines(plan: Plan, found: Sequence[Remedy], source: str) -> list[str]:
             f"  {result.what:<28}{result.value:>10,g} {result.unit}  {result.load} ({result.machine}, {result.date})"
             for result in results
         ]
-    remarks = (plan if plan.fits or not found else found[0].plan).remarks()
+    remarks = (plan if plan.fits or not ways else ways[0].plan).remarks()
     return [*lines, *(["", "remarks", *(f"  {remark}" for remark in remarks)] if remarks else [])]
 
 
@@ -126,15 +126,15 @@ def _describe_gpu(setup: Setup) -> str:
     return text
 
 
-def _remedy_lines(plan: Plan, found: Sequence[Remedy]) -> list[str]:
+def _remedy_lines(plan: Plan, ways: Sequence[Remedy]) -> list[str]:
     if plan.fits:
         return []
-    if not found:
+    if not ways:
         return ["", "nothing would fit, on any number of GPUs: take a smaller model or shorter responses"]
     lines = ["", "what would fit, calculated"]
-    for remedy in found:
+    for remedy in ways:
         size, step = gigabytes(remedy.plan.need.memory.total), _seconds(remedy.plan.times.step)
-        lines += [f"  {remedy.words()}", f"      {remedy.price}; {size}, {step} a step{_recomputed(remedy.plan)}"]
+        lines += [f"  {remedy.words()}", f"      {remedy.price}; {size}, {step} a step{_recomputation_note(remedy.plan)}"]
     return lines
 
 
@@ -148,13 +148,13 @@ def _time_lines(plan: Plan) -> list[str]:
 def _verdict(plan: Plan) -> str:
     need, room = plan.need, gigabytes(plan.need.available)
     if plan.fits:
-        return f"fits: {room} are there{_recomputed(plan)}"
+        return f"fits: {room} are there{_recomputation_note(plan)}"
     if need.wanted_slots and not need.slots:
         return f"does not fit: {room} are there, and keys and values of one response have no room beside training"
     return f"does not fit: {room} are there"
 
 
-def _recomputed(plan: Plan) -> str:
+def _recomputation_note(plan: Plan) -> str:
     return ", layers are recomputed" if plan.need.checkpointing else ""
 
 

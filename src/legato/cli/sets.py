@@ -22,14 +22,14 @@ def print_sets(results: Mapping[str, Sequence[SetResult]], console: Console | No
         table.add_column("difference")
     columns = list(results.values())
     for row in zip(*columns, strict=True):
-        for measure in _shown(row[0]):
+        for measure in _names_to_show(row[0]):
             cells = [_cell(each, measure) for each in row]
             if len(results) == 2:
                 cells.append(_difference(row[0], row[1], measure))
-            first = measure == _shown(row[0])[0]
+            first = measure == _names_to_show(row[0])[0]
             table.add_row(row[0].name if first else "", measure, str(len(row[0].keys)) if first else "", *cells)
     if len(columns[0]) > 1:
-        means = [sum(_row(each, _shown(each)[0]).value for each in column) / len(column) for column in columns]
+        means = [sum(_row(each, _names_to_show(each)[0]).value for each in column) / len(column) for column in columns]
         change = [f"{100 * (means[1] - means[0]):+.1f}"] if len(means) == 2 else []
         table.add_section()
         table.add_row("mean of avg@n", "", "", *(f"{100 * mean:.1f}" for mean in means), *change)
@@ -56,7 +56,7 @@ def _short(target: str) -> str:
     return target if len(target) <= 24 else str(Path(*Path(target).parts[-2:]))
 
 
-def _shown(result: SetResult) -> list[str]:
+def _names_to_show(result: SetResult) -> list[str]:
     """avg@n, and pass@k for the largest k."""
     names = [row.name for row in result.rows]
     return [names[0], *names[1:][-1:]]

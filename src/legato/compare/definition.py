@@ -72,8 +72,8 @@ class Definition:
 
     def _faults(self) -> Iterator[str]:
         if len(self.arms) < 2 and not self.sweep:
-            told = f"one arm ({next(iter(self.arms))})" if self.arms else "no arm"
-            yield f"{told} and no sweep is nothing to compare; --arm gspo --arm grpo gives two"
+            arms = f"one arm ({next(iter(self.arms))})" if self.arms else "no arm"
+            yield f"{arms} and no sweep is nothing to compare; --arm gspo --arm grpo gives two"
         for what, names in (("an arm", self.arms), ("a bed", self.beds)):
             for name in names:
                 if not _NAME.fullmatch(name):
@@ -112,12 +112,12 @@ def from_arguments(
         if arms or seeds is not None or sweep:
             raise InputError(f"{files[0]} names its arms, seeds and sweeps; --arm, --seeds and --sweep are for recipes")
         return from_file(files[0], options, unequal)
-    named = [_arm(text) for text in arms]
-    if len({name for name, _ in named}) < len(named):
-        raise InputError(f"--arm names one of {', '.join(name for name, _ in named)} twice; every arm needs its own name")
+    pairs = [_arm(text) for text in arms]
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise InputError(f"--arm names one of {', '.join(name for name, _ in pairs)} twice; every arm needs its own name")
     return Definition(
         recipes=tuple(files),
-        arms=dict(named),
+        arms=dict(pairs),
         seeds=read_seeds("0,1,2" if seeds is None else seeds),
         options=options,
         sweep=dict(map(_axis, sweep)),
@@ -166,11 +166,11 @@ def read_definition(
 
 def flatten(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Tables as dotted paths; an empty table stays one, since it switches something on."""
-    found: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{before}{key}"
-        found |= flatten(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
-    return found
+        paths |= flatten(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
+    return paths
 
 
 def _arm(text: str) -> tuple[str, Options]:
@@ -190,14 +190,14 @@ def _arm(text: str) -> tuple[str, Options]:
 
 def read_seeds(text: str) -> tuple[int, ...]:
     """`0,1,5` or `0-4`."""
-    found: list[int] = []
+    seeds: list[int] = []
     for piece in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,18})(?:\s*-\s*(\d{1,18}))?\s*", piece)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last < first + 10_000:
             raise InputError(f"expected numbers and ranges, as in 0,1,2 or 0-4, got {text!r} (--seeds)")
-        found += range(first, last + 1)
-    return tuple(found)
+        seeds += range(first, last + 1)
+    return tuple(seeds)
 
 
 def _axis(text: str) -> tuple[str, tuple[Any, ...]]:

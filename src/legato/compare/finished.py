@@ -102,8 +102,8 @@ def slices(runs: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> list[d
     places: dict[str, dict[str, Any]] = {}
     for run in runs:
         if run["status"] in COUNTED:
-            made = dict(run.get("made") or here)
-            places.setdefault(repr(made), {**made, "runs": 0})["runs"] += 1
+            place = dict(run.get("made") or here)
+            places.setdefault(repr(place), {**place, "runs": 0})["runs"] += 1
     return list(places.values())
 
 
@@ -146,9 +146,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _commit(folder: Path) -> str | None:
     """The commit of the code; LEGATO_COMMIT where the machine has a copy of the files without their history."""
-    given = os.environ.get("LEGATO_COMMIT")
-    if given:
-        return given
+    commit = os.environ.get("LEGATO_COMMIT")
+    if commit:
+        return commit
     try:
         words = ["git", "rev-parse", "HEAD"]
         return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

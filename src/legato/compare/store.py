@@ -125,8 +125,8 @@ class Store:
     def failure(self, job: Job) -> dict[str, Any] | None:
         """Exit code and reason of a run that failed."""
         path = self.failed_path(job)
-        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        return found
+        record: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return record
 
     def note_failure(self, job: Job, code: int, reason: str) -> None:
         self.failed_path(job).write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")

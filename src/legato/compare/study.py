@@ -126,7 +126,7 @@ def describe(
         analysis = analyse(study, runs, seeds)
     elif complete:
         analysis["verdict"] = "undecided"  # a pilot of one seed: there is nothing to compare
-    made = slices(runs, here or {})
+    machines = slices(runs, here or {})
     if not complete:
         runs = [{key: run[key] for key in ("name", "bed", "arm", "seed", "point", "status", "reason")} for run in runs]
     return {
@@ -152,7 +152,7 @@ def describe(
         "sweep": {path: list(values) for path, values in definition.sweep.items()},
         "machine": {"parallel": machine.parallel, "threads": machine.threads, "gpus": list(machine.gpus)},
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "made": made,
+        "made": machines,
         "complete": complete,
         "power": describe_power(study, len(seeds)) if len(seeds) > 1 else [],
         **analysis,

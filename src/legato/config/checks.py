@@ -174,8 +174,8 @@ def _reward(case: Case) -> Iterator[str]:
 def _engine(case: Case) -> Iterator[str]:
     name, servers = case.config.rollouts.engine, case.config.rollouts.servers
     if is_import_path(name) or name not in engine_names() or not is_remote(name):
-        for path, given in (("rollouts.servers.urls", servers.urls), ("rollouts.servers.start", servers.start)):
-            if given and not is_import_path(name):
+        for path, value in (("rollouts.servers.urls", servers.urls), ("rollouts.servers.start", servers.start)):
+            if value and not is_import_path(name):
                 yield case.refuse(path, "none with " + case.describe("rollouts.engine"), _SERVER_ADVICE)
     elif bool(servers.urls) == bool(servers.start):
         got = "both" if servers.start else "neither"
@@ -286,7 +286,10 @@ def _health(case: Case) -> Iterator[str]:
             "health.clip_factor", "1", f"it has no effect on {adapting[0]!r}, whose band returns to its target"
         )
     elif health.clip_factor != 1 and not clip_bounds(case.algorithm):
-        yield case.refuse("health.clip_factor", "1", f"{case.algorithm.name} has no clip with bounds to tighten")
+        band = next(iter(case.algorithm.objective.bounds()), None)
+        without = f"{case.algorithm.name} has no clip with bounds to tighten"
+        unnamed = f"the band of {band!r} cannot be tightened: its bounds name no fields, Bounds(fields=...)"
+        yield case.refuse("health.clip_factor", "1", without if band is None else unnamed)
 
 
 def _output(case: Case) -> Iterator[str]:

@@ -230,13 +230,15 @@ def translate(
     renamed = {old: new for old, new in OLD_NAMES.items() if old in plain and new not in plain}
     plain = {renamed.get(name, name): value for name, value in plain.items()}
     # Older versions wrote options that are gone by now; those that are switched off ask for nothing.
-    gone = [name for name, value in plain.items() if name not in TRL and value in (None, False, "", -1, [], {})]
-    plain = {name: value for name, value in plain.items() if name not in gone}
+    unknown_and_off = [name for name, value in plain.items() if name not in TRL and value in (None, False, "", -1, [], {})]
+    plain = {name: value for name, value in plain.items() if name not in unknown_and_off}
     job = _Job(settings=plain, source=source, problems=problems, reward_names=reward_names)
     for old, new in renamed.items():
         job.notes.append(f"{old} is called {new} in TRL {VERSIONS['TRL']}")
-    if gone:
-        job.notes.append(f"left out, since they are off and TRL {VERSIONS['TRL']} does not have them: {', '.join(gone)}")
+    if unknown_and_off:
+        job.notes.append(
+            f"left out, since they are off and TRL {VERSIONS['TRL']} does not have them: {', '.join(unknown_and_off)}"
+        )
     unknown = [name for name in plain if name not in TRL]
     if unknown and len(plain) - len(unknown) >= _FIELDS_OF_A_WHOLE_CONFIG:
         # Nobody typed them: a newer TRL or transformers has more fields, and nobody can take them out of an object.

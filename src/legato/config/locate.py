@@ -99,9 +99,9 @@ class _Scanner:
     def _enter(self, array: Path, line: int) -> None:
         """Begin the next table of an array."""
         self._places[array] = self._places.get(array, -1) + 1
-        self.items[self._numbered(array)] = line
+        self.items[self._add_table_numbers(array)] = line
 
-    def _numbered(self, path: Path) -> Path:
+    def _add_table_numbers(self, path: Path) -> Path:
         """The path with the number of the table at hand after the name of each array."""
         words: list[str] = []
         for length, word in enumerate(path, start=1):
@@ -124,7 +124,7 @@ class _Scanner:
             word = self._take(_KEY)
             path = (*path, next(iter(tomllib.loads(f"{word} = 0"))) if word[0] in "'\"" else word)
             self.lines.setdefault(path, line)
-            if numbered and (inside := self._numbered(path)) != path:
+            if numbered and (inside := self._add_table_numbers(path)) != path:
                 self.items.setdefault(inside, line)
             if not _DOT.match(self.text, self.at):
                 return path

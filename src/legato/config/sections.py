@@ -133,10 +133,10 @@ def unknown_kind(family: str, kind: str, known: list[str]) -> InputError:
 @functools.cache
 def stored_section(path: str = "") -> Section:
     """The section at a path of `names.py`. It makes nothing: the values are only checked."""
-    return Section(fields={name: _stored(each) for name, each in SECTIONS[path].items()}, make=lambda **values: None)
+    return Section(fields={name: _read_declared(each) for name, each in SECTIONS[path].items()}, make=lambda **values: None)
 
 
-def _stored(option: Mapping[str, Any]) -> Declared:
+def _read_declared(option: Mapping[str, Any]) -> Declared:
     rule: Rule | None
     if "table" in option:
         path = option["table"]
@@ -165,7 +165,7 @@ def stored_kind(family: str, kind: str) -> Section | None:
 
 @functools.cache
 def _stored_part(registry: str, kind: str) -> Section:
-    fields = {name: _stored(each) for name, each in KINDS[registry][kind]["fields"].items()}
+    fields = {name: _read_declared(each) for name, each in KINDS[registry][kind]["fields"].items()}
 
     def make(**options: Any) -> dict[str, Any]:
         require_options(f"{registry} '{kind}'", fields, options)

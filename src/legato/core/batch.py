@@ -48,9 +48,11 @@ class Batch:
 def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batch:
     """The batch of some groups. Values are checked once, here, so that an update need not wait for checks."""
     scored = [(number, member) for number, group in enumerate(groups) for member in group.members]
-    several = any(member.rollout.earlier for _, member in scored)
-    members = [(number, member) for number, member in scored for _ in member.rollout.rows] if several else scored
-    rows: list[Row | Rollout] = [row for _, member in scored for row in member.rollout.rows]
+    members, rows = scored, list[Row | Rollout]([member.rollout for _, member in scored])
+    several = max([len(member.rollout.earlier) for _, member in scored], default=0) > 0
+    if several:
+        members = [(number, member) for number, member in scored for _ in member.rollout.rows]
+        rows = [row for _, member in scored for row in member.rollout.rows]
     rollouts = [member.rollout for _, member in members]
     scores = [member.score for _, member in members]
     prompts, places, problem = _prompts([number for number, _ in members], rows, len(groups))

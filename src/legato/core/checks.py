@@ -150,10 +150,10 @@ def no_nan(values: Mapping[str, Tensor | None], where: Tensor) -> None:
 
     On a GPU there is one wait for all tensors.
     """
-    given = {name: tensor.detach() for name, tensor in values.items() if tensor is not None}
-    if not given or not bool(torch.stack([(where & tensor.isnan()).any() for tensor in given.values()]).any()):
+    tensors = {name: tensor.detach() for name, tensor in values.items() if tensor is not None}
+    if not tensors or not bool(torch.stack([(where & tensor.isnan()).any() for tensor in tensors.values()]).any()):
         return
-    name, tensor = next((name, tensor) for name, tensor in given.items() if bool((where & tensor.isnan()).any()))
+    name, tensor = next((name, tensor) for name, tensor in tensors.items() if bool((where & tensor.isnan()).any()))
     row = int((where & tensor.isnan()).any(1).nonzero()[0, 0])
     raise InputError(f"{name} is nan in row {row} at a token with mask 1; numbers are needed (outside the mask NaN is fine)")
 

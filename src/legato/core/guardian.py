@@ -107,7 +107,7 @@ def _watch(owner: int, arrivals: int) -> None:
     """The program of the guardian."""
     for number in (*_ENDING, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # batch systems signal every process of a job
-    last, asked = time.monotonic(), 0.0
+    last, first_signal_at = time.monotonic(), 0.0
     received: list[int] = []
     expected: tuple[float, float, str] | None = None
     unread = b""
@@ -131,10 +131,10 @@ def _watch(owner: int, arrivals: int) -> None:
         silence, grace, name = expected
         new = _read_signals(arrivals)
         if new and not received:
-            asked = now
+            first_signal_at = now
         received += new
         twice = sum(number in _URGENT for number in received) > 1
-        if twice or (received and now - asked >= grace) or now - last >= silence:
+        if twice or (received and now - first_signal_at >= grace) or now - last >= silence:
             why = f"{signal.Signals(received[0]).name} came" if received else f"it was given {silence:.0f} s"
             _kill(owner, f"{name} holds the interpreter's lock and does not return ({why})")
             return

@@ -156,7 +156,7 @@ class Rollout:
     @property
     def length(self) -> int:
         """Tokens of all rows after their prompts."""
-        return sum([len(row.tokens) for row in self.rows])
+        return len(self.tokens) + sum([len(row.tokens) for row in self.earlier] if self.earlier else ())
 
     @property
     def sampled(self) -> int:

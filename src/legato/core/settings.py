@@ -2,7 +2,7 @@
 
     @settings()
     class Sampling:
-        temperature: float = number(default=1.0, says="Of sampling, and of every log-prob.", above=0.0)
+        temperature: float = number(default=1.0, says="The temperature of sampling and of all log-probs.", above=0.0)
 
 A section of the configuration inherits the settings it holds (`config/schema.py`: `class Rollouts(Sampling, ...)`), so that
 `config.rollouts` is itself a Sampling and nothing is copied. docs/configuration.md, the checks of values and what a resumed

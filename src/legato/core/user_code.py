@@ -270,8 +270,8 @@ class UserCode:
 
     def _due_error(self, since: float, now: float) -> type[BaseException] | None:
         """The exception that should leave a call that began at `since`; None while it may go on."""
-        asked = RUN.asked_at if RUN.asked_to_end is not None else self._signal_at
-        if asked is not None and now - asked >= GRACE_SECONDS:
+        signal_at = RUN.asked_at if RUN.asked_to_end is not None else self._signal_at
+        if signal_at is not None and now - signal_at >= GRACE_SECONDS:
             return StopRequestedError
         if self.seconds is not None and now - since >= self.seconds + self.slack:
             return OverdueError

@@ -97,7 +97,7 @@ class Run:
 
     def _summarise(self) -> dict[str, Any]:
         size, health_size, changed = self._stamp()
-        start, planned = self._start() or {}, self._planned()
+        start, planned = self._start() or {}, self._read_plan()
         last, end, accuracy = self._last()
         self.read_health()
         worst = max((LEVELS.index(each["level"]) for each in self.findings), default=-1)
@@ -142,7 +142,7 @@ class Run:
                     return record, end, accuracy
         return {}, end, accuracy
 
-    def _planned(self) -> dict[str, int]:
+    def _read_plan(self) -> dict[str, int]:
         """Read seed and steps from the config by regex: parsing two hundred configs as TOML would take a second."""
         try:
             with open_plain_file(self.directory.config_path) as file:

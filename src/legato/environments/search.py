@@ -39,8 +39,8 @@ class SearchQuestions(Part):
 
     def demonstrate(self, problem: Problem) -> list[str]:
         """Every third problem with a search, the others by guess: what is worth more is left to training."""
-        asked = str(problem.prompt).strip().rstrip("?").rpartition(" ")[2]
-        return [f"search({asked})", str(problem.answer)] if int(problem.key, 16) % 3 == 0 else [str(problem.answer)]
+        name = str(problem.prompt).strip().rstrip("?").rpartition(" ")[2]
+        return [f"search({name})", str(problem.answer)] if int(problem.key, 16) % 3 == 0 else [str(problem.answer)]
 
 
 def read_passages(folder: str) -> list[str]:

@@ -49,13 +49,15 @@ class HealthSettings:
         default="say",
         says="At an alarm: say so; wait for a person; end with exit code 3; or go back to a healthy checkpoint and go on.",
     )
-    ignored: tuple[str, ...] = texts(default=(), says="Rules that are not looked at.")
+    ignored: tuple[str, ...] = texts(default=(), says="Names of rules that are not checked.")
     evidence_steps: int = integer(
         default=3,
-        says="Of how many steps an alarm keeps rollouts, tensors and metrics in evidence/; 0: none.",
+        says="An alarm stores rollouts, tensors and metrics of this many steps in evidence/; 0: none.",
         minimum=0,
     )
-    recoveries: int = integer(default=3, says="How often 'recover' may; then the run ends with exit code 3.", minimum=1)
+    recoveries: int = integer(
+        default=3, says="The most recoveries of a run; at the next alarm it ends with exit code 3.", minimum=1
+    )
     lr_factor: float = number(
         default=0.5, says="What the learning rate is multiplied by at each recovery.", above=0.0, maximum=1.0
     )

@@ -52,7 +52,7 @@ def measure_study(
             if not file.exists() and time.monotonic() - begun < seconds:
                 say(f"measures seed {seed}")
                 file.write_text(json.dumps({"sha256": study.sha256, "runs": measure_seed(study, seed)}, allow_nan=False))
-            runs += _stored(study, file) if file.exists() else _waiting(study, seed)
+            runs += _load_runs(study, file) if file.exists() else _waiting(study, seed)
         results = describe(
             study,
             runs,
@@ -101,7 +101,7 @@ def _waiting(study: Study, seed: int) -> list[dict[str, Any]]:
     return [_run(arm, point, seed, "waiting") for point in points for arm in study.definition.arms]
 
 
-def _stored(study: Study, file: Path) -> list[dict[str, Any]]:
+def _load_runs(study: Study, file: Path) -> list[dict[str, Any]]:
     content = json.loads(file.read_text())
     if content["sha256"] != study.sha256:
         raise InputError(f"{file} belongs to another registration of the study; --out FOLDER begins anew")

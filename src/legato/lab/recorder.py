@@ -138,7 +138,7 @@ def recorder_of(resolved: Resolved, policy: Policy, source: Any, **training: Any
     options = {"skip_silent_rows": False, **training}
     config = replace(resolved.config, training=replace(resolved.config.training, **options))
     resolved = replace(resolved, config=config)
-    collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()))
+    collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.PythonObjects()))
     reference = Reference.from_policy(policy) if wire.wants_reference(resolved) else None
     return UpdateRecorder(resolved=resolved, policy=policy, trainer=wire.trainer_of(resolved, policy, collector, reference))
 

@@ -31,7 +31,7 @@ _SCALE = "'none': one band for all; 'sqrt-length': b sqrt(reference_length / L),
 _FOLLOWS = "'counts': the share clipped; 'perplexity': mean and deviation of the change of log-perplexity."
 _SIDES = "'together': one rule moves both and their ratio stays that of the start; 'apart': each follows its own sign of A."
 _NOISE = "b stays above this many noise floors (the deviation of log r with nothing trained, from a run's probe)."
-_FREEZE = "After so many updates that told something the band stays; 0: it goes on moving."
+_FREEZE = "The band stops moving after this many updates with advantages; 0: never."
 
 
 @part("trust", "auto-clip")

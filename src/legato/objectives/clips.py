@@ -118,7 +118,7 @@ class TokenLogClip(TokenTrust):
 
 @part("trust", "dual-clip")
 class DualClip(Trust):
-    """Where A < 0 the ratio is also bounded above, at cap: an unlikely-made-likely bad token cannot pull without limit."""
+    """Where A < 0 the ratio is also bounded above, at cap: a bad token that became likely cannot dominate the gradient."""
 
     role: ClassVar[Literal["clip"]] = "clip"
     in_tables: ClassVar[tuple[str, ...]] = ("cap",)

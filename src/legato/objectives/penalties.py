@@ -162,7 +162,7 @@ class ValueLoss(Penalty):
 
     channels: ClassVar[tuple[str, ...]] = ("values",)
     token_mean: ClassVar[bool] = True
-    clip: float = number(default=0.5, says="Largest move of a value away from its old one.", above=0.0, infinite=True)
+    clip: float = number(default=0.5, says="Largest change of a value from its old value.", above=0.0, infinite=True)
     coefficient: float = number(default=0.5, says="Weight of the value loss.", minimum=0.0)
 
     def needs(self) -> tuple[str, ...]:

@@ -211,7 +211,7 @@ function run(text) {
 
 
 @functools.cache
-def _packed(plotly: str) -> str:
+def _compress(plotly: str) -> str:
     """A script compressed, as text that can stand in a page."""
     return base64.b64encode(gzip.compress(plotly.encode(), 6, mtime=0)).decode()
 
@@ -260,7 +260,7 @@ def page(
 {body}
 </main>
 <script type="application/json" id="figures">{data}</script>
-<script type="text/plain" id="plotly">{_packed(plotly)}</script>
+<script type="text/plain" id="plotly">{_compress(plotly)}</script>
 <script type="text/plain" id="drawing">{SCRIPT}</script>
 <script>{UNPACK}</script>
 </body>

@@ -48,7 +48,7 @@ def tables(results: Results) -> list[Table]:
         row = (str(ended), str(len(results["runs"])))
         note = "Scores are shown when the last run has ended."
         return [Table(title="Progress", note=note, headings=("ended", "runs"), rows=(row,)), _power(results)]
-    runs = _survival(results) if results.get("measure") is None else _measured(results)
+    runs = _survival(results) if results.get("measure") is None else _measurement_table(results)
     return [_comparisons(results), _endpoints(results), runs, _power(results)]
 
 
@@ -70,7 +70,7 @@ def _survival_figure(results: Results, bed: str, axis: str) -> Figure | None:
         if not runs:
             continue
         values = sorted({run["point"][axis] for run in runs})
-        counts = [_survived(run for run in runs if run["point"][axis] == value) for value in values]
+        counts = [_count_survivors(run for run in runs if run["point"][axis] == value) for value in values]
         share = [alive / total for alive, total in counts]
         ends = [wilson_interval(alive, total) for alive, total in counts]
         traces.append(
@@ -97,7 +97,7 @@ def _survival_figure(results: Results, bed: str, axis: str) -> Figure | None:
     return figure(f"Survival{where}", "Share of seeds that neither collapsed nor failed; Wilson intervals.", traces, layout)
 
 
-def _survived(runs: Any) -> tuple[int, int]:
+def _count_survivors(runs: Any) -> tuple[int, int]:
     listed = list(runs)
     return sum(run["status"] == "done" for run in listed), len(listed)
 
@@ -141,7 +141,7 @@ def _meaning(each: Mapping[str, Any]) -> str:
 
 def _endpoints(results: Results) -> Table:
     """The endpoint of every term that a comparison names."""
-    seen: dict[str, tuple[str, ...]] = {}
+    endpoints: dict[str, tuple[str, ...]] = {}
     for each in results["comparisons"]:
         for place, term in enumerate(each["terms"]):
             at = ", ".join(f"{path} = {value}" for path, value in term["at"].items())
@@ -150,7 +150,7 @@ def _endpoints(results: Results) -> Table:
             )
             values = [row[place] for row in each["values"]]
             marks = [row[place] for row in each["censored"]]
-            seen[name] = (
+            endpoints[name] = (
                 name,
                 f"{sum(values) / len(values):.4g}",
                 f"{min(values):.4g} to {max(values):.4g}",
@@ -160,7 +160,7 @@ def _endpoints(results: Results) -> Table:
         title="Endpoints",
         note="Over seeds. Censored: the frontier lies below or above all values that were run.",
         headings=("arm", "mean", "by seed", "censored"),
-        rows=tuple(seen.values()),
+        rows=tuple(endpoints.values()),
     )
 
 
@@ -172,7 +172,7 @@ def _survival(results: Results) -> Table:
             runs = [run for run in results["runs"] if (run["bed"], run["arm"]) == (bed, arm)]
             if not runs:
                 continue
-            counts = [_survived(run for run in runs if run["point"] == point) for point in points.values()]
+            counts = [_count_survivors(run for run in runs if run["point"] == point) for point in points.values()]
             rows.append((" ".join(filter(None, [bed, arm])), *(f"{alive} of {total}" for alive, total in counts)))
     labels = [
         ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in each.values()) or "all"
@@ -181,7 +181,7 @@ def _survival(results: Results) -> Table:
     return Table(title="Runs that survived", note=results["collapse"], headings=("bed and arm", *labels), rows=tuple(rows))
 
 
-def _measured(results: Results) -> Table:
+def _measurement_table(results: Results) -> Table:
     """Mean and range over seeds of every arm at every swept value."""
     rows = []
     for arm in results["arms"]:

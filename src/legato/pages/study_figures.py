@@ -31,7 +31,7 @@ def study_figures(results: Results) -> dict[str, Figure]:
         return {}
     kinds: Mapping[str, Callable[[Results], dict[str, Figure | None]]] = {
         "frontier": _frontier,
-        "measured": _measured,
+        "measured": _measurement_figures,
         "area": lambda results: {**_curves(results), **_scores(results)},
     }
     drawn = kinds.get(results["endpoint"]["kind"], _scores)(results)
@@ -256,7 +256,7 @@ def _note(results: Results) -> str:
 # Measurements
 
 
-def _measured(results: Results) -> dict[str, Figure | None]:
+def _measurement_figures(results: Results) -> dict[str, Figure | None]:
     """The measured value by the first swept axis, a figure for each value of the second."""
     first, *others = results["sweep"]
     values = results["sweep"][first]

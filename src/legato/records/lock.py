@@ -26,14 +26,14 @@ def hold_lock(directory: RunDirectory) -> Iterator[None]:
     deleted without the run. The file stays, since older versions and file systems without locks on folders need it.
     """
     with (
-        _locked(directory.path, os.O_RDONLY, directory),
-        _locked(directory.path / ".lock", os.O_RDWR | os.O_CREAT, directory),
+        _hold_lock(directory.path, os.O_RDONLY, directory),
+        _hold_lock(directory.path / ".lock", os.O_RDWR | os.O_CREAT, directory),
     ):
         yield
 
 
 @contextmanager
-def _locked(path: Path, flags: int, directory: RunDirectory) -> Iterator[None]:
+def _hold_lock(path: Path, flags: int, directory: RunDirectory) -> Iterator[None]:
     with explain_os_errors(path, "lock"):
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:

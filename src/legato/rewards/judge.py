@@ -76,9 +76,9 @@ class JudgeReward(Part):
     def ask_about(self, rollout: Rollout) -> str:
         """The question about a rollout."""
         prompt = rollout.problem.prompt
-        asked = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+        question = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
         said = rollout.text if rollout.dialogue is None else "\n".join(rollout.dialogue)
-        texts = {"{prompt}": asked, "{answer}": str(rollout.problem.answer), "{response}": said}
+        texts = {"{prompt}": question, "{answer}": str(rollout.problem.answer), "{response}": said}
         # In one go: a response that spells out {answer} stays as it is.
         return re.sub(r"\{(?:prompt|answer|response)\}", lambda match: texts[match[0]], self.question)
 
@@ -86,8 +86,8 @@ class JudgeReward(Part):
         """The score in an answer."""
         if isinstance(answer, Unscorable):
             return answer
-        found = re.findall(self.score, answer)
-        last = found[-1] if found else None
+        scores = re.findall(self.score, answer)
+        last = scores[-1] if scores else None
         word = last[0] if isinstance(last, tuple) else last
         try:
             value = float(word) / self.scale if word is not None else None

@@ -179,7 +179,8 @@ class WeightedSum(RewardSettings):
                 return Unscorable(f"{name}: expected a score for each of the {turns} turns, got {len(verdict.turns)}")
             value = sum(verdict.values())
             total += self.components[name].weight * value
-            listed |= {name if part == "" else f"{name}/{part}": number for part, number in verdict.items()}
+            for part, points in verdict.items():
+                listed[name if part == "" else f"{name}/{part}"] = points
             if self.components[name].judges:
                 judged.append(value)
         # Where no reward that judges applies, the others are all there is.
@@ -191,10 +192,15 @@ class WeightedSum(RewardSettings):
             total += listed["overlong"]
         if not abs(total) <= LARGEST_REWARD:
             return Unscorable(f"the weighted sum is {total:g}; at most {LARGEST_REWARD:g} is allowed")
-        by_turn = self._divide(total, rollout, verdicts)
-        absent = tuple([name for name in self.components if name not in verdicts])
+        absent: tuple[str, ...] = ()
+        if len(verdicts) < len(self.components):
+            absent = tuple([name for name in self.components if name not in verdicts])
         return Score(
-            reward=total, accuracy=sum(judged) / len(judged), components=listed, turn_rewards=by_turn, absent=absent
+            reward=total,
+            accuracy=sum(judged) / len(judged),
+            components=listed,
+            turn_rewards=self._divide(total, rollout, verdicts),
+            absent=absent,
         )
 
     def _divide(self, total: float, rollout: Rollout, verdicts: Mapping[str, Judgement]) -> tuple[float, ...] | None:
@@ -285,7 +291,7 @@ def _judge_each(reward: Callable[[Rollout], Any], rollouts: Sequence[Rollout]) -
             verdicts.append(reward(rollout))
         except Exception as error:
             verdicts.append(Unscorable(describe_error(error)))
-    return [_read_safely(verdict) for verdict in verdicts]
+    return [_read(verdict) for verdict in verdicts]
 
 
 def _read(verdict: Any) -> Judgement:

@@ -57,8 +57,8 @@ class SeparateReward:
             raise InputError(facts["refused"])
         return replace(unknown, batch=facts["batch"], code=tuple(OwnCode(**each) for each in facts["code"]))
 
-    def __call__(self, given: Rollout | Sequence[Rollout]) -> Verdict | list[Verdict]:
-        rollouts = [given] if isinstance(given, Rollout) else given
+    def __call__(self, rollout_or_batch: Rollout | Sequence[Rollout]) -> Verdict | list[Verdict]:
+        rollouts = [rollout_or_batch] if isinstance(rollout_or_batch, Rollout) else rollout_or_batch
         records = [rollout_as_json(rollout) for rollout in rollouts]
         question = "judge", self.path, dict(self.options), records, asdict(self.schedule)
         seconds = FOR_EVER if self.seconds is None else self.seconds

@@ -52,7 +52,7 @@ class EngineSettings:
     record_routes: bool | str = flag_or(
         "auto",
         default="auto",
-        says="Whether the engine notes the experts of every token it reads, K bytes a layer and token; auto: if there are"
+        says="Whether the engine records the experts of every token it reads, K bytes a layer and token; auto: if there are"
         " any.",
     )
 

@@ -402,7 +402,7 @@ class Session:
                 return {}
             for playing in ended:
                 self._left[playing.group] -= 1
-            done = [number for number in dict.fromkeys(playing.group for playing in ended) if not self._left[number]]
+            done = [number for number in dict.fromkeys([playing.group for playing in ended]) if not self._left[number]]
             groups = {number: self._groups.pop(number) for number in done}
             for number in done:
                 del self._left[number]

@@ -17,12 +17,12 @@ def seed_of(*words: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _signed(number: int) -> int:
+def _to_signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
 # Products of 64-bit integers wrap around, as the generator requires.
-_STEP, _FIRST, _SECOND = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_STEP, _FIRST, _SECOND = (_to_signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:

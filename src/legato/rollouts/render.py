@@ -362,12 +362,12 @@ class Rendering(ChatSettings, SystemPrompt, ToolSettings):
                 tokens += plain
                 authors += [Author.TOOL.value] * len(plain)
             else:
-                more, owned = self._owned(piece, left, marks)
+                more, owned = self._tokens_with_authors(piece, left, marks)
                 tokens += more
                 authors += owned
         return tokens, authors
 
-    def _owned(self, text: str, contents: Sequence[str], marks: "_Marks") -> tuple[list[int], list[int]]:
+    def _tokens_with_authors(self, text: str, contents: Sequence[str], marks: "_Marks") -> tuple[list[int], list[int]]:
         """The tokens of a text without marks, and who wrote each: the environment what it has in `contents`."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         spans, place = [], 0
@@ -449,8 +449,8 @@ class _Marks:
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
         """The pieces of a rendered text: (piece, whether it stood between marks)."""
-        found = re.split(f"{self.opening}(.*?){self.closing}", text, flags=re.DOTALL)
-        return [(piece, place % 2 == 1) for place, piece in enumerate(found) if piece]
+        parts = re.split(f"{self.opening}(.*?){self.closing}", text, flags=re.DOTALL)
+        return [(piece, place % 2 == 1) for place, piece in enumerate(parts) if piece]
 
 
 def _added_tokens(tokenizer: Any) -> dict[str, int]:

@@ -20,7 +20,7 @@ class Sampling:
     """How tokens are chosen. Temperature 0 is greedy and for evaluation only: no ratio can be taken to it."""
 
     temperature: float = number(
-        default=1.0, says="Of sampling, and of every log-prob.", minimum=0.0, maximum=HIGHEST_TEMPERATURE
+        default=1.0, says="The temperature of sampling and of all log-probs.", minimum=0.0, maximum=HIGHEST_TEMPERATURE
     )
     top_p: float = number(
         default=1.0,

@@ -89,15 +89,19 @@ class Hermes(Format):
 
     def read(self, text: str) -> Turn:
         thinking, said = _split_thinking(text)
-        found = _Read()
+        parsed = _Read()
         for match in self._CALL.finditer(said):
             if match[2]:
-                found.add(match[1], "arguments")
+                parsed.add(match[1], "arguments")
             else:
-                found.malformed.append("expected </tool_call> after the call, got the end of the turn")
+                parsed.malformed.append("expected </tool_call> after the call, got the end of the turn")
         content = self._CALL.sub("", said)
         return Turn(
-            text=text, content=content.strip(), thinking=thinking, calls=tuple(found.calls), malformed=tuple(found.malformed)
+            text=text,
+            content=content.strip(),
+            thinking=thinking,
+            calls=tuple(parsed.calls),
+            malformed=tuple(parsed.malformed),
         )
 
 
@@ -111,20 +115,20 @@ class Llama(Format):
     def read(self, text: str) -> Turn:
         before, tag, after = text.partition(self._TAG)
         said = (after if tag else text).strip()
-        found = _Read()
+        parsed = _Read()
         if tag or (said.startswith("{") and '"name"' in said):
             content = before.strip()
             built_in = self._BUILT_IN.match(said) if tag else None
             if built_in is not None:
                 try:
-                    found.calls.append(Call(name=built_in[1], arguments=_keywords(built_in[2])))
+                    parsed.calls.append(Call(name=built_in[1], arguments=_keywords(built_in[2])))
                 except MalformedError as error:
-                    found.malformed.append(str(error))
+                    parsed.malformed.append(str(error))
             else:
-                found.add(said, "parameters")
+                parsed.add(said, "parameters")
         else:
             content = said
-        return Turn(text=text, content=content, calls=tuple(found.calls), malformed=tuple(found.malformed))
+        return Turn(text=text, content=content, calls=tuple(parsed.calls), malformed=tuple(parsed.malformed))
 
 
 class Harmony(Format):
@@ -137,7 +141,7 @@ class Harmony(Format):
     _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
     def read(self, text: str) -> Turn:
-        thinking, content, found = list[str](), list[str](), _Read()
+        thinking, content, parsed = list[str](), list[str](), _Read()
         for piece in text.split("<|start|>"):
             header, marker, body = piece.partition("<|message|>")
             if not marker:
@@ -147,7 +151,7 @@ class Harmony(Format):
             body = self._END.split(body)[0]
             channel, to = self._CHANNEL.search(header), self._TO.search(header)
             if to is not None and to[1] not in ("assistant", "user"):
-                self._add_call(to[1], body, found)
+                self._add_call(to[1], body, parsed)
             elif channel is not None and channel[1] == "analysis":
                 thinking.append(body)
             else:
@@ -156,19 +160,19 @@ class Harmony(Format):
             text=text,
             content="\n".join(content).strip(),
             thinking="\n".join(thinking),
-            calls=tuple(found.calls),
-            malformed=tuple(found.malformed),
+            calls=tuple(parsed.calls),
+            malformed=tuple(parsed.malformed),
         )
 
-    def _add_call(self, recipient: str, body: str, found: _Read) -> None:
+    def _add_call(self, recipient: str, body: str, parsed: _Read) -> None:
         space, _, name = recipient.partition(".")
         if space != "functions" or not name:
-            found.malformed.append(f"expected a recipient functions.NAME, got {recipient[:80]!r}")
+            parsed.malformed.append(f"expected a recipient functions.NAME, got {recipient[:80]!r}")
             return
         try:
-            found.calls.append(Call(name=name, arguments=_read_object(body, "arguments")))
+            parsed.calls.append(Call(name=name, arguments=_read_object(body, "arguments")))
         except MalformedError as error:
-            found.malformed.append(str(error))
+            parsed.malformed.append(str(error))
 
     def message(self, turn: Turn) -> dict[str, Any]:
         # The template refuses its own markers inside a message, and knows a tool's message by the call before it.

@@ -99,7 +99,7 @@ _EVERY_STEP = DisplaySettings(log_every_steps=1, log_every_seconds=0.0)
 """Until a run tells its own settings."""
 
 
-def _left(seconds: float | None, settings: DisplaySettings) -> str:
+def _time_left(seconds: float | None, settings: DisplaySettings) -> str:
     """The time left in words, empty without an estimate. It is an upper bound if a run may end before its last step."""
     if not seconds:
         return ""
@@ -134,7 +134,7 @@ class PlainDisplay:
     def step(self, step: int, steps: int, metrics: Metrics, evaluation: Metrics | None, seconds_left: float | None) -> None:
         words = [f"step {step:>{len(str(steps))}}/{steps}"]
         words += [f"{word} {text}" for word, text in _pairs(metrics, evaluation)]
-        self._waiting = "  ".join(filter(None, [*words, _left(seconds_left, self._settings)]))
+        self._waiting = "  ".join(filter(None, [*words, _time_left(seconds_left, self._settings)]))
         evaluated, self._evaluation = evaluation != self._evaluation, evaluation
         if step == steps or evaluated or self._is_due(step):
             self._print_waiting()
@@ -229,7 +229,7 @@ class LiveDisplay:
     def _head(self, width: int) -> Iterator[Table | Text]:
         left = None if self._end is None else max(0.0, self._end - time.monotonic())
         words = Text.assemble((f"{self._phase} ", "bold"), f"{self._step}/{self._steps}" if self._steps else "")
-        clock = Text(_left(left, self._settings), style="cyan")
+        clock = Text(_time_left(left, self._settings), style="cyan")
         room = width - words.cell_len - clock.cell_len - 4
         if room < 8 or not self._steps:
             for line in (words, clock):

@@ -226,8 +226,8 @@ def lora_findings(lr: float | None) -> list[Diagnosis]:
 
 
 def _trl_findings(words: Sequence[str], records: Sequence[Record]) -> list[Diagnosis]:
-    given = _settings(words)
-    trl = {**DEFAULTS, **given}
+    settings = _settings(words)
+    trl = {**DEFAULTS, **settings}
     level = trl["importance_sampling_level"]
     if level not in ("token", "sequence"):
         raise InputError(f"expected 'token' or 'sequence', got {level!r} (importance_sampling_level)")
@@ -253,7 +253,7 @@ def _trl_findings(words: Sequence[str], records: Sequence[Record]) -> list[Diagn
     if str(trl["use_peft"]).lower() in ("true", "1", "1.0"):
         logged = _finite(steps_of(records), "optimizer/lr")
         rate = _positive("learning_rate", trl["learning_rate"])
-        findings += lora_findings(rate if "learning_rate" in given else max(logged, default=rate))
+        findings += lora_findings(rate if "learning_rate" in settings else max(logged, default=rate))
     return findings
 
 

@@ -79,10 +79,10 @@ def evaluate(
     check_samples(samples, "samples")
     if file is not None:
         chosen: Sequence[Problem] = _read(file)
-        source = wire.source_of(config, wire.Given(problems=_pad_for_pool(chosen)))
+        source = wire.source_of(config, wire.PythonObjects(problems=_pad_for_pool(chosen)))
         chosen = chosen if problems is None else chosen[:problems]
     else:
-        source = wire.source_of(config, wire.Given())
+        source = wire.source_of(config, wire.PythonObjects())
         chosen = source.held_out(config.task.held_out if problems is None else problems)
     seed_generators(config.training.seed)
     with ExitStack() as stack:
@@ -108,7 +108,7 @@ def _evaluate(
 ) -> EvaluationResult:
     """Evaluate a policy on chosen problems, and on the evaluation sets of the target if they are wanted."""
     config = target.resolved.config
-    reward = wire.reward_of(config, wire.Given())
+    reward = wire.reward_of(config, wire.PythonObjects())
     collector = wire.collector_of(config, policy, source, reward, trains=False, date=target.date, engine=engine)
     longest = config.policy.max_prompt_tokens
     chosen = [problem for problem in chosen if len(collector.runner.rendering.prompt(problem)) <= longest]
@@ -151,7 +151,7 @@ def _read(file: Path) -> list[Problem]:
 def evaluate_sets(target: Target, server: str | None = None) -> tuple[SetResult, ...]:
     """Evaluate the target on the evaluation sets of its configuration alone. `server`: samples there."""
     config = target.resolved.config
-    judge = None if "reward" in target.python_inputs else wire.reward_of(config, wire.Given()).score_all
+    judge = None if "reward" in target.python_inputs else wire.reward_of(config, wire.PythonObjects()).score_all
     seed_generators(config.training.seed)
     with policy_and_engine(target, server) as (policy, engine):
         runner = wire.runner_of(config, policy, engine, target.date)

@@ -332,11 +332,15 @@ class Execution:
     def _newest_checkpoint_words(self) -> str:
         """The newest checkpoint and how to go on from it, or that there is none."""
         steps = self.directory.checkpoint_steps()
-        given = list(self.made_of.get("given", ()))
+        from_python = list(self.made_of.get("given", ()))
         if not steps:
-            again = restart_advice(self.directory.path, self.resolved, given)
+            again = restart_advice(self.directory.path, self.resolved, from_python)
             return f"there is no checkpoint to resume from; {again}"
-        how = f"from Python with the same {' and '.join(given)}" if given else f"with legato resume {self.directory.path}"
+        how = (
+            f"from Python with the same {' and '.join(from_python)}"
+            if from_python
+            else f"with legato resume {self.directory.path}"
+        )
         return f"the state after step {steps[-1]} is saved: resume {how}"
 
     def _save_on_request(self) -> None:
@@ -428,11 +432,11 @@ class Execution:
 
     def _show_notes(self) -> None:
         """Show the policy's new notes (fallbacks taken) and store them with the run."""
-        told = self.trainer.world.gather(self.policy.notes[self.notes_shown :])
+        notes_by_rank = self.trainer.world.gather(self.policy.notes[self.notes_shown :])
         self.notes_shown = len(self.policy.notes)
-        for rank, notes in enumerate(told):
+        for rank, notes in enumerate(notes_by_rank):
             # All ranks take most fallbacks together: those of rank 0 stand for all.
-            for note in notes if rank == 0 else [f"rank {rank}: {each}" for each in notes if each not in told[0]]:
+            for note in notes if rank == 0 else [f"rank {rank}: {each}" for each in notes if each not in notes_by_rank[0]]:
                 self.watcher.message(note)
                 self.directory.append_metrics({"kind": "note", "step": self.trainer.steps_done, "text": note})
 

@@ -23,7 +23,7 @@ def resolve_trl(
     sources: Sequence[Path],
     words: Sequence[str],
     overrides: Mapping[str, Any] | None,
-    given: wire.Given,
+    objects: wire.PythonObjects,
 ) -> tuple[Resolved, list[str]]:
     """The configuration, and the notes that tell where its meaning differs from TRL's.
 
@@ -31,20 +31,20 @@ def resolve_trl(
     template.
     """
     resolved = load(sources, words, overrides, lowest=translation.layer())
-    _check_complete(resolved, given)
-    source = wire.source_of(resolved.config, given)
+    _check_complete(resolved, objects)
+    source = wire.source_of(resolved.config, objects)
     plain_text = isinstance(source.training(0).prompt, str)
     fitted = translation.for_data(source.size, plain_text=plain_text)
     resolved = load(sources, words, overrides, lowest=fitted.layer())
     return resolved, [f"from {fitted.source}: {note}" for note in fitted.notes]
 
 
-def _check_complete(resolved: Resolved, given: wire.Given) -> None:
+def _check_complete(resolved: Resolved, objects: wire.PythonObjects) -> None:
     """InputError if data, reward or model are named nowhere: TRL's script passes them beside the configuration."""
     have = {
-        "task.kind": given.problems,
-        "reward.kind": given.reward or resolved.config.reward.components or None,
-        "policy.model": given.model,
+        "task.kind": objects.problems,
+        "reward.kind": objects.reward or resolved.config.reward.components or None,
+        "policy.model": objects.model,
     }
     missing = [path for path, thing in have.items() if thing is None and resolved.provenance.get(path) == "default"]
     if missing:

@@ -55,15 +55,15 @@ def restore_config(directory: RunDirectory) -> list[str]:
     return [f"config.toml was missing and is written again, as it was at {folder.name}"]
 
 
-def option_files(resolved: Resolved, given: wire.Given) -> dict[str, str]:
+def option_files(resolved: Resolved, objects: wire.PythonObjects) -> dict[str, str]:
     """The SHA-256 of each file that an option of a task or a reward names, those of evaluation sets included."""
     task, reward = resolved.config.task, resolved.config.reward
     options: dict[str, Any] = {}
-    if given.problems is None:
+    if objects.problems is None:
         options |= {f"task.{name}": value for name, value in task.options.items()}
         second = {} if task.second is None else task.second.options
         options |= {f"task.second.{name}": value for name, value in second.items()}
-    if given.reward is None:
+    if objects.reward is None:
         options |= {f"reward.{name}": value for name, value in reward.options.items()}
         for component, each in reward.components.items():
             options |= {f"reward.components.{component}.{name}": value for name, value in each.options.items()}
@@ -82,13 +82,15 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def base_weights(resolved: Resolved, given: wire.Given, policy: Policy, fingerprint: str | None = None) -> dict[str, Any]:
+def base_weights(
+    resolved: Resolved, objects: wire.PythonObjects, policy: Policy, fingerprint: str | None = None
+) -> dict[str, Any]:
     """Fingerprint of the weights that are loaded from `policy.model`: all weights of `policy` but its adapters.
 
     `fingerprint` is the policy's `base_fingerprint` where it is known.
     """
     model = resolved.config.policy.model
-    folder = None if given.model is not None or not _is_folder(model) else Path(model).expanduser()
+    folder = None if objects.model is not None or not _is_folder(model) else Path(model).expanduser()
     files = [] if folder is None else [path for path in sorted(folder.iterdir()) if path.is_file()]
     # The weights are hashed as they were loaded. What else is in the folder is small.
     small = [path for path in files if path.suffix in (".json", ".jinja", ".model", ".txt") and path.name[0] != "."]
@@ -116,7 +118,7 @@ def check_files(before: Mapping[str, str], now: Mapping[str, str], resolved: Res
     changed = [f"{resolved.values.get(option, 'file')} ({option})" for option in options]
     if changed and not allowed:
         raise InputError(
-            f"expected the files of the run as they were, got a changed {' and '.join(changed)}; put the old file back, or"
+            f"expected the files of the run as they were, got changes in {' and '.join(changed)}; put the old file back, or"
             " --allow-changes to go on with the new one"
         )
     return [f"changed: the file {each}" for each in changed]

@@ -115,7 +115,7 @@ def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Sour
     config = replace(config, training=replace(config.training, warm_up_updates=0, anchor="recompute"))
     # Keep groups that dynamic sampling would replace: they are part of the measurement.
     config = replace(config, task=replace(config.task, resampling="none"))
-    reward = wire.reward_of(config, wire.Given())
+    reward = wire.reward_of(config, wire.PythonObjects())
     collector = wire.collector_of(config, policy, source, reward)
     settings = config.rollouts.mismatch
     if settings.kind == "stale":

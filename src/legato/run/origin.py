@@ -19,7 +19,7 @@ from legato.training.checkpoint import save_reference
 
 def prepare(
     resolved: Resolved,
-    given: wire.Given,
+    objects: wire.PythonObjects,
     policy: Any,
     source: Source,
     collector: Any,
@@ -43,13 +43,13 @@ def prepare(
     hashes: dict[str, Any] = {}
     reference = wire.reference_of(resolved, policy) if wire.wants_reference(resolved) else None
     # Save references that the configuration cannot rebuild: a warmed-up policy, or a module that is trained in place.
-    made_here = config.policy.warm_up is not None or given.model is not None
+    made_here = config.policy.warm_up is not None or objects.model is not None
     if reference is not None and not wire.teacher_is_reference(config) and config.policy.lora is None and made_here:
         hashes["reference"] = on_first_rank(
             world, lambda: until_room(lambda: save_reference(policy, directory.path / "reference"))
         )
     if inputs.reads_base(resolved, directory):
-        hashes["base"] = inputs.base_weights(resolved, given, policy, base)
+        hashes["base"] = inputs.base_weights(resolved, objects, policy, base)
     return reference, hashes
 
 

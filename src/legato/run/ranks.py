@@ -44,8 +44,8 @@ def find_restarted(world: World, parent: Path) -> Path | None:
         saved = [run for run in same if run.checkpoint_steps()]
         return str(saved[-1].path) if saved else None
 
-    found = on_first_rank(world, find)
-    return None if found is None else Path(found)
+    path = on_first_rank(world, find)
+    return None if path is None else Path(path)
 
 
 def compare_configurations(world: World, resolved: Resolved) -> None:

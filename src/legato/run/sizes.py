@@ -149,7 +149,9 @@ def _check_training(resolved: Resolved) -> None:
         offload=training.offload_optimizer and on_gpu,
         reference=needs_reference(resolved.algorithm),
     )
-    refuse_if_too_large(demand, room, longest, model.name, on_gpu=on_gpu)
+    copies = config.rollouts.mismatch.copies if lora is None else 0
+    name = f"{model.name} and {copies} copies of it for rollouts.mismatch" if copies else model.name
+    refuse_if_too_large(demand, room, longest, name, on_gpu=on_gpu)
 
 
 def _describe_model(resolved: Resolved) -> _Model | None:
@@ -157,7 +159,9 @@ def _describe_model(resolved: Resolved) -> _Model | None:
     policy = resolved.config.policy
     size = choose_dtype(policy.dtype, choose_device(policy.device)).itemsize
     if policy.model in _TINY:
-        shape = _upcycled(Shape.from_config(SimpleNamespace(**tiny_sizes(policy.tiny, policy.model == "tiny-moe"))), policy)
+        shape = _shape_after_upcycling(
+            Shape.from_config(SimpleNamespace(**tiny_sizes(policy.tiny, policy.model == "tiny-moe"))), policy
+        )
         changed = [f"policy.tiny.{each}" for each in _OPTIONS_OF_TINY]
         changed += [] if policy.upcycle is None else ["policy.upcycle.experts"]
         set_by_user = [path for path in changed if resolved.provenance.get(path, "default") != "default"]
@@ -179,7 +183,7 @@ def _describe_model(resolved: Resolved) -> _Model | None:
             f"expected the weights of the model that config.json describes, {gigabytes(shape.parameters * size)}, got"
             f" {gigabytes(stored)} (policy.model = {policy.model!r}); its config.json belongs to another model"
         )
-    upcycled = _upcycled(shape, policy)
+    upcycled = _shape_after_upcycling(shape, policy)
     return _Model(
         name=repr(policy.model),
         shape=upcycled,
@@ -192,7 +196,7 @@ def _namespace(values: Mapping[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**{str(name): value for name, value in values.items()})
 
 
-def _upcycled(shape: Shape, policy: Loading) -> Shape:
+def _shape_after_upcycling(shape: Shape, policy: Loading) -> Shape:
     """The sizes after upcycling: every layer has experts, each as wide as the dense layer was."""
     if policy.upcycle is None:
         return shape

@@ -44,7 +44,7 @@ class Target:
     def policy(self) -> Policy:
         if "model" in self.python_inputs and self.resolved.config.policy.lora is not None:
             raise InputError("this run trained adapters on a module given in Python; load that module with peft instead")
-        policy = wire.policy_of(self.resolved, wire.Given(), self.saved)
+        policy = wire.policy_of(self.resolved, wire.PythonObjects(), self.saved)
         self._check_base(policy)
         return policy
 
@@ -60,7 +60,7 @@ class Target:
         if self.base is None or self.saved is None or self.resolved.config.policy.lora is None:
             return
         with checkpoint.explain_contents(self.saved.parent):
-            now = inputs.base_weights(self.resolved, wire.Given(), policy)
+            now = inputs.base_weights(self.resolved, wire.PythonObjects(), policy)
             inputs.check_base(self.base, now, policy.name, allowed=False)
 
     def prepare(self, say: Callable[[str], None] = lambda text: None) -> tuple[Policy, Source]:
@@ -71,10 +71,10 @@ class Target:
                 " task.kind="
             )
         config = self.resolved.config
-        policy, source = self.policy(), wire.source_of(config, wire.Given())
+        policy, source = self.policy(), wire.source_of(config, wire.PythonObjects())
         if self.saved is None and config.policy.warm_up is not None:
             say("the warm-up of the recipe")
-            collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()))
+            collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.PythonObjects()))
             wire.warm_up(config, policy, wire.warm_up_examples(config, policy, source, collector), lambda step, loss: None)
         return policy, source
 
@@ -126,13 +126,13 @@ def _with_sets(target: Target, name: str, words: Sequence[str], sets: str) -> Ta
         raise InputError(f"expected a recipe with [[evaluation.sets]] or names of tasks, got {sets!r} (--sets)")
     resolved = target.resolved
     if recipe:
-        resolved = _layered(target, name, recipe, _without_sets(words))
+        resolved = _resolve_with_recipe(target, name, recipe, _without_sets(words))
     evaluation = dataclasses.replace(resolved.config.evaluation, sets=alone)
     config = dataclasses.replace(resolved.config, evaluation=evaluation)
     return dataclasses.replace(target, resolved=dataclasses.replace(resolved, config=config))
 
 
-def _layered(target: Target, name: str, recipe: Sequence[Path], words: Sequence[str]) -> Resolved:
+def _resolve_with_recipe(target: Target, name: str, recipe: Sequence[Path], words: Sequence[str]) -> Resolved:
     """The configuration of a target with a recipe over it."""
     path = Path(name)
     if path.suffix == ".toml":

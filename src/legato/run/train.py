@@ -126,7 +126,7 @@ def train(
     if translation is not None and isinstance(reward, list | tuple):
         translation = translation.for_rewards(_reward_names(reward))
     weights = None if translation is None else translation.reward_weights
-    given = wire.Given(
+    objects = wire.PythonObjects(
         model=given_model,
         tokenizer=tokenizer,
         problems=_as_problems(problems),
@@ -137,14 +137,14 @@ def train(
     if translation is None:
         resolved = load(files, (), overrides)
     else:
-        resolved, notes = resolve_trl(translation, files, (), overrides, given)
-    notes += _note_of_judge(given.reward)
+        resolved, notes = resolve_trl(translation, files, (), overrides, objects)
+    notes += _note_of_judge(objects.reward)
     begin = partial(start_or_resume, allow_changes=allow_changes) if resume_if_exists else start
     if watcher is not None or not progress:
-        return begin(resolved, given, watcher or Silent(), callback, notes=notes)
+        return begin(resolved, objects, watcher or Silent(), callback, notes=notes)
     display = for_terminal()
     try:
-        return begin(resolved, given, display, callback, notes=notes)
+        return begin(resolved, objects, display, callback, notes=notes)
     finally:
         with suppress(Exception):  # a lost log is no fault of the run
             display.close()  # an error before the first step leaves no panel on the terminal
@@ -211,7 +211,7 @@ def _as_problem(number: int, item: Problem | Mapping[str, Any]) -> Problem:
 
 def start(
     resolved: Resolved,
-    given: wire.Given,
+    objects: wire.PythonObjects,
     watcher: Watcher,
     callback: Callable[[StepReport], None] | None = None,
     *,
@@ -226,16 +226,16 @@ def start(
     """
     with joined(deadline=resolved.config.training.rank_deadline_seconds, say=watcher.message) as world:
         if (begun := ranks.find_restarted(world, Path(resolved.config.output.directory))) is not None:
-            return resume(begun, watcher=watcher, given=given, callback=callback, wanted=resolved)
+            return resume(begun, watcher=watcher, objects=objects, callback=callback, wanted=resolved)
         if world.rank:
             watcher, callback = Silent(), None
-        return _start(world, resolved, given, watcher, callback, notes=notes, begin_again=begin_again, dry_run=dry_run)
+        return _start(world, resolved, objects, watcher, callback, notes=notes, begin_again=begin_again, dry_run=dry_run)
 
 
 def _start(
     world: World,
     resolved: Resolved,
-    given: wire.Given,
+    objects: wire.PythonObjects,
     watcher: Watcher,
     callback: Callable[[StepReport], None] | None,
     *,
@@ -247,14 +247,14 @@ def _start(
     resolved = absolute_paths(resolved)
     config = resolved.config
     ranks.compare_configurations(world, resolved)
-    check_sizes(resolved, own_model=given.model is not None, own_problems=given.problems is not None)
+    check_sizes(resolved, own_model=objects.model is not None, own_problems=objects.problems is not None)
     seed_generators(config.training.seed)
-    reward = wire.reward_of(config, given)
-    source = wire.source_of(config, given)
-    policy = wire.policy_of(resolved, given)
+    reward = wire.reward_of(config, objects)
+    source = wire.source_of(config, objects)
+    policy = wire.policy_of(resolved, objects)
     policy.notes += [*notes, *wire.reward_notes(reward), *ranks.describe(world, config)]
     decide_checkpointing(resolved, policy, world)
-    if given.problems is None:
+    if objects.problems is None:
         wire.check_answers(source, reward)
     today = on_first_rank(world, lambda: time.strftime("%Y-%m-%d"))
     collector = wire.collector_of(config, policy, source, reward, date=today, world=world)
@@ -271,19 +271,19 @@ def _start(
             " the reference of adapters is the model without them, which was not warmed up"
         )
     if dry_run:
-        return replace(_show_plan(resolved, given, policy, source, held_out, watcher), rank=world.rank)
-    with _directory_of(world, resolved, given, begin_again) as directory, closing_engine(collector):
+        return replace(_show_plan(resolved, objects, policy, source, held_out, watcher), rank=world.rank)
+    with _directory_of(world, resolved, objects, begin_again) as directory, closing_engine(collector):
         ranks.observe(world, config, directory)
         wire.open_journal(collector, directory)
         _record_environment(directory, resolved, policy.device)  # first: it marks the folder as a run's (`records/begun.py`)
         directory.write_config(dump(resolved))
         told, notes_shown = [*_notes(resolved, policy.notes), _checkpoint_note(resolved, policy)], len(policy.notes)
-        code = _own_files(resolved, given, reward)
-        made_of = _made_of(resolved, given, source, code)
+        code = _own_files(resolved, objects, reward)
+        made_of = _made_of(resolved, objects, source, code)
         if collector.runner.rendering.asks_for_date:
             made_of["date"] = today
         loggers = _loggers(resolved, directory, watcher, 0)
-        start_record = _start_record(resolved, given, directory, policy.name, told, code)
+        start_record = _start_record(resolved, objects, directory, policy.name, told, code)
         start_record["started"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         directory.append_metrics(start_record)
         voice = EngineVoice(directory, watcher)
@@ -296,11 +296,11 @@ def _start(
             try:
                 with waiting_for_room(pause):
                     collector.runner.engine.open(voice.place_of(collector))
-                    reference, hashes = prepare(resolved, given, policy, source, collector, directory, watcher)
+                    reference, hashes = prepare(resolved, objects, policy, source, collector, directory, watcher)
             except (KeyboardInterrupt, OtherRankError) as error:
                 if not ranks.is_interrupted(world, interrupt, error):
                     raise
-                return _end_before_first_step(resolved, given, directory, watcher, loggers, interrupt, world.rank)
+                return _end_before_first_step(resolved, objects, directory, watcher, loggers, interrupt, world.rank)
         execution = Execution(
             resolved=resolved,
             directory=directory,
@@ -321,12 +321,14 @@ def _start(
 
 
 @contextmanager
-def _directory_of(world: World, resolved: Resolved, given: wire.Given, begin_again: bool) -> Iterator[RunDirectory]:
+def _directory_of(
+    world: World, resolved: Resolved, objects: wire.PythonObjects, begin_again: bool
+) -> Iterator[RunDirectory]:
     """The run directory: rank 0 makes it, holds its lock and writes to it."""
     if world.rank:
         yield RunDirectory(Path(on_first_rank(world, str)), writes=False)
         return
-    with _own_directory(Path(resolved.config.output.directory), _run_name(resolved, given), begin_again) as directory:
+    with _own_directory(Path(resolved.config.output.directory), _run_name(resolved, objects), begin_again) as directory:
         on_first_rank(world, lambda: str(directory.path.absolute()))
         yield directory
 
@@ -363,7 +365,7 @@ _BEFORE_TRAINING = {
 
 def start_or_resume(
     resolved: Resolved,
-    given: wire.Given,
+    objects: wire.PythonObjects,
     watcher: Watcher,
     callback: Callable[[StepReport], None] | None = None,
     *,
@@ -387,18 +389,23 @@ def start_or_resume(
                 directory.path,
                 watcher=watcher,
                 allow_changes=allow_changes,
-                given=given,
+                objects=objects,
                 callback=callback,
                 wanted=resolved,
             )
-        return start(resolved, given, watcher, callback, notes=notes, begin_again=True)
+        return start(resolved, objects, watcher, callback, notes=notes, begin_again=True)
 
 
 def _show_plan(
-    resolved: Resolved, given: wire.Given, policy: Policy, source: Source, held_out: Sequence[Problem], watcher: Watcher
+    resolved: Resolved,
+    objects: wire.PythonObjects,
+    policy: Policy,
+    source: Source,
+    held_out: Sequence[Problem],
+    watcher: Watcher,
 ) -> Run:
     """Show what the run would do. Nothing is written."""
-    directory = Path(resolved.config.output.directory) / _run_name(resolved, given)
+    directory = Path(resolved.config.output.directory) / _run_name(resolved, objects)
     lines = [
         *describe_plan(resolved, policy, source, held_out, str(directory)),
         *_notes(resolved, policy.notes),
@@ -420,7 +427,7 @@ def _show_plan(
 
 def _start_record(
     resolved: Resolved,
-    given: wire.Given,
+    objects: wire.PythonObjects,
     directory: RunDirectory,
     model: str,
     notes: Sequence[str],
@@ -434,7 +441,7 @@ def _start_record(
         "algorithm": resolved.algorithm.name,
         "deviations": list(resolved.deviations),
         "notes": list(notes),
-        "given": _given_names(given),
+        "given": _object_names(objects),
         "bounds": {name: stated.record() for name, stated in resolved.algorithm.objective.bounds().items()},
         "code": [dataclasses.asdict(each) for each in code],
     }
@@ -442,7 +449,7 @@ def _start_record(
 
 def _end_before_first_step(
     resolved: Resolved,
-    given: wire.Given,
+    objects: wire.PythonObjects,
     directory: RunDirectory,
     watcher: Watcher,
     loggers: Sequence[Logger],
@@ -458,7 +465,7 @@ def _end_before_first_step(
     reason = f"stopped by {interrupt.received.name} {when}"
     with suppress(DiskFullError):
         directory.append_metrics({"kind": "end", "reason": reason, "step": 0}, sync=True)
-    again = restart_advice(directory.path, resolved, _given_names(given))
+    again = restart_advice(directory.path, resolved, _object_names(objects))
     return Run(
         directory=directory.path,
         accuracy=None,
@@ -477,7 +484,7 @@ def resume(
     watcher: Watcher | None = None,
     allow_changes: bool = False,
     step: int | None = None,
-    given: wire.Given | None = None,
+    objects: wire.PythonObjects | None = None,
     callback: Callable[[StepReport], None] | None = None,
     wanted: Resolved | None = None,
 ) -> Run:
@@ -490,7 +497,7 @@ def resume(
     with joined(say=shown.message) as world:
         if world.rank:
             shown, callback = Silent(), None
-        return _resume(world, path, words, shown, allow_changes, step, given or wire.Given(), callback, wanted)
+        return _resume(world, path, words, shown, allow_changes, step, objects or wire.PythonObjects(), callback, wanted)
 
 
 def _resume(
@@ -500,7 +507,7 @@ def _resume(
     shown: Watcher,
     allow_changes: bool,
     step: int | None,
-    given: wire.Given,
+    objects: wire.PythonObjects,
     callback: Callable[[StepReport], None] | None,
     wanted: Resolved | None,
 ) -> Run:
@@ -517,17 +524,17 @@ def _resume(
         changes.check(before, resolved, allow_changes)  # before the checkpoint is hashed, which may take long
         ranks.compare_configurations(world, resolved)
         ranks.observe(world, resolved.config, directory)
-        check_sizes(resolved, own_model=given.model is not None, own_problems=given.problems is not None)
+        check_sizes(resolved, own_model=objects.model is not None, own_problems=objects.problems is not None)
         folder = Path(on_first_rank(world, lambda: str(_checkpoint_to_resume(directory, before, watcher, step))))
         state = _read_state(folder)
         saved = inputs.config_of_checkpoint(folder, before)
         changed = changes.check(absolute_paths(saved) if wanted else saved, resolved, allow_changes)
         config = resolved.config
         seed_generators(config.training.seed)  # for objects built before the checkpoint restores the generators
-        _check_given(state["made_of"], given)
-        reward, source = wire.reward_of(config, given), wire.source_of(config, given)
-        code = _own_files(resolved, given, reward)
-        made_of = _made_of(resolved, given, source, code)
+        _check_objects(state["made_of"], objects)
+        reward, source = wire.reward_of(config, objects), wire.source_of(config, objects)
+        code = _own_files(resolved, objects, reward)
+        made_of = _made_of(resolved, objects, source, code)
         changed += _check_code(state["made_of"].get("code", {}), made_of["code"], allow_changes)
         changed += inputs.check_files(state["made_of"].get("files", {}), made_of["files"], resolved, allow_changes)
         if made_of["problems"] != state["made_of"]["problems"]:
@@ -540,7 +547,7 @@ def _resume(
         wants_reference = wire.wants_reference(resolved)
         if wants_reference:
             inputs.check_reference(directory, resolved, state["made_of"])
-        policy = wire.policy_of(resolved, given, folder / "model")
+        policy = wire.policy_of(resolved, objects, folder / "model")
         policy.notes += ranks.describe(world, config)
         ranks.compare_inputs(world, policy, source)
         decide_checkpointing(resolved, policy, world)
@@ -549,11 +556,11 @@ def _resume(
         engines.enter_context(closing_engine(collector))
         if collector.runner.rendering.asks_for_date:
             policy.notes.append(inputs.date_note(date))
-        reference = _rebuild_reference(resolved, given, policy, directory) if wants_reference else None
+        reference = _rebuild_reference(resolved, objects, policy, directory) if wants_reference else None
         reads_base = inputs.reads_base(resolved, directory)
         if reads_base:
             base_policy = policy if reference is None else reference.policy
-            made_of["base"] = inputs.base_weights(resolved, given, base_policy)
+            made_of["base"] = inputs.base_weights(resolved, objects, base_policy)
             with checkpoint.explain_contents(folder):
                 changed += inputs.check_base(state["made_of"].get("base"), made_of["base"], policy.name, allow_changes)
         made_of |= {name: state["made_of"][name] for name in ("reference", "date") if name in state["made_of"]}
@@ -570,7 +577,7 @@ def _resume(
             trainer.load_sampler(checkpoint.sampler_state(folder))
             replayed = inputs.read_journal(collector, goes_back=step is not None, changed=allow_changes and bool(changed))
         notes = _notes(resolved, policy.notes)
-        start_record = _start_record(resolved, given, directory, policy.name, notes, code)
+        start_record = _start_record(resolved, objects, directory, policy.name, notes, code)
         positions, lost = dict[Lines, int](), list[str]()
         if directory.writes:
             with checkpoint.explain_contents(folder):
@@ -686,24 +693,24 @@ def _newest_checkpoint(directory: RunDirectory, resolved: Resolved, watcher: Wat
     return folder
 
 
-def _made_of(resolved: Resolved, given: wire.Given, source: Source, code: Sequence[OwnCode]) -> dict[str, Any]:
+def _made_of(resolved: Resolved, objects: wire.PythonObjects, source: Source, code: Sequence[OwnCode]) -> dict[str, Any]:
     """The inputs of a run beside its configuration: objects given in Python, the problems, the user's own files."""
     return {
         "problems": wire.fingerprint(source),
-        "given": _given_names(given),
+        "given": _object_names(objects),
         "code": {each.reference: each.sha256 for each in code},
-        "files": inputs.option_files(resolved, given),
+        "files": inputs.option_files(resolved, objects),
     }
 
 
-def _own_files(resolved: Resolved, given: wire.Given, reward: WeightedSum) -> list[OwnCode]:
+def _own_files(resolved: Resolved, objects: wire.PythonObjects, reward: WeightedSum) -> list[OwnCode]:
     """The user's files that the parts, tasks and rewards of the configuration come from, and the modules they import."""
     task, rewards = resolved.config.task, resolved.config.reward
-    kinds = [] if given.problems is not None else [task.kind, *([] if task.second is None else [task.second.kind])]
+    kinds = [] if objects.problems is not None else [task.kind, *([] if task.second is None else [task.second.kind])]
     paths = [("task", kind) for kind in kinds]
     # A reward in its own process is never imported in this one.
     separate = [each.reward for each in reward.components.values() if isinstance(each.reward, SeparateReward)]
-    if given.reward is None and not rewards.separate_process:
+    if objects.reward is None and not rewards.separate_process:
         paths += [("reward", kind) for kind in (rewards.kind or "", *(each.kind for each in rewards.components.values()))]
     for each in resolved.config.evaluation.sets.values():
         paths.append(("task", each.task.kind))
@@ -736,7 +743,7 @@ def _check_code(before: Mapping[str, str], now: Mapping[str, str], allowed: bool
     changed = [_name_code(reference) for reference, sha256 in now.items() if hashes[reference] != sha256]
     if changed and not allowed:
         raise InputError(
-            f"expected the files of the run as they were, got a changed {' and '.join(changed)} (SHA-256 differs); put the"
+            f"expected the files of the run as they were, got changes in {' and '.join(changed)} (SHA-256 differs); put the"
             " old file back, or --allow-changes to go on with the new one"
         )
     if changed:
@@ -755,14 +762,14 @@ def _absolute_reference(reference: str) -> str:
     return f"{Path(file).resolve()}:{name}" if file.endswith(".py") else reference
 
 
-def _given_names(given: wire.Given) -> list[str]:
+def _object_names(objects: wire.PythonObjects) -> list[str]:
     """The names of the inputs that were given as Python objects."""
-    return [name for name in ("model", "problems", "reward") if getattr(given, name) is not None]
+    return [name for name in ("model", "problems", "reward") if getattr(objects, name) is not None]
 
 
-def _check_given(made_of: Mapping[str, Any], given: wire.Given) -> None:
+def _check_objects(made_of: Mapping[str, Any], objects: wire.PythonObjects) -> None:
     """InputError if an object that the run was given in Python is not given again."""
-    missing = [name for name in made_of["given"] if getattr(given, name) is None]
+    missing = [name for name in made_of["given"] if getattr(objects, name) is None]
     if missing:
         raise InputError(
             f"this run was given its {' and '.join(missing)} in Python, which its config.toml does not hold; resume it from"
@@ -812,22 +819,22 @@ def _mend(execution: Execution) -> None:
         execution.watcher.message(sentence)
 
 
-def _rebuild_reference(resolved: Resolved, given: wire.Given, policy: Any, directory: RunDirectory) -> Reference:
+def _rebuild_reference(resolved: Resolved, objects: wire.PythonObjects, policy: Any, directory: RunDirectory) -> Reference:
     """The reference policy of a resumed run: the policy before the first step, not that of the checkpoint."""
     if resolved.config.policy.lora is not None or wire.teacher_is_reference(resolved.config):
         return wire.reference_of(resolved, policy)
     saved = directory.path / "reference"
-    first = wire.policy_of(resolved, given, saved if saved.is_dir() else None)
+    first = wire.policy_of(resolved, objects, saved if saved.is_dir() else None)
     first.model.requires_grad_(False)
     return Reference(policy=first, adapters=False)
 
 
-def _run_name(resolved: Resolved, given: wire.Given) -> str:
+def _run_name(resolved: Resolved, objects: wire.PythonObjects) -> str:
     config = resolved.config
     if config.output.name is not None:
         return config.output.name
     algorithm = re.sub(r"[^\w.+-]+", "-", resolved.algorithm.name)  # the name of an algorithm made in Python is free text
-    task = config.task.kind.rpartition(":")[2] if given.problems is None else "problems"
+    task = config.task.kind.rpartition(":")[2] if objects.problems is None else "problems"
     stem = f"{task}-{algorithm}-seed{config.training.seed}"
     return unused_name(Path(config.output.directory), stem, 1)
 

@@ -57,7 +57,7 @@ from legato.training.teacher import Teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class PythonObjects:
     """Objects that a Python caller passes in place of names in the configuration."""
 
     model: Any = None
@@ -68,28 +68,28 @@ class Given:
     """A function, or several with their weights by name."""
 
 
-def policy_of(resolved: Resolved, given: Given, saved: Path | None = None) -> Policy:
+def policy_of(resolved: Resolved, objects: PythonObjects, saved: Path | None = None) -> Policy:
     """The policy to train, with the configured weights or those of a saved model folder."""
     config, algorithm = resolved.config, resolved.algorithm
-    if given.model is None and saved is None:
+    if objects.model is None and saved is None:
         check_weights(resolved)
     return load_policy(
-        config.policy.model if given.model is None else given.model,
+        config.policy.model if objects.model is None else objects.model,
         config.policy,
         seed=config.training.seed,
-        tokenizer=given.tokenizer,
+        tokenizer=objects.tokenizer,
         saved=saved,
         value_head="values" in needs(algorithm) | set(algorithm.advantage.needs()),
     )
 
 
-def source_of(config: Config, given: Given) -> Source:
+def source_of(config: Config, objects: PythonObjects) -> Source:
     """The source of problems."""
     task, seed = config.task, config.training.seed
-    if isinstance(given.problems, Sequence):
-        return task.pool(given.problems, seed)
-    if given.problems is not None:
-        return _problems_of(given.problems, "problems", config)
+    if isinstance(objects.problems, Sequence):
+        return task.pool(objects.problems, seed)
+    if objects.problems is not None:
+        return _problems_of(objects.problems, "problems", config)
     first = _source(task.kind, task.options, config)
     if task.stages == 1 or task.second is None:
         return first
@@ -111,20 +111,22 @@ def _problems_of(task_object: Any, name: str, config: Config) -> Source:
     return task.pool(guarded.load(), seed) if loads else task.generated(guarded, seed)
 
 
-def reward_of(config: Config, given: Given) -> WeightedSum:
+def reward_of(config: Config, objects: PythonObjects) -> WeightedSum:
     """The reward function, as configured or given."""
     reward = config.reward
     if reward.separate_process:
-        kinds = [] if given.reward is not None else [reward.kind or "", *(each.kind for each in reward.components.values())]
+        kinds = (
+            [] if objects.reward is not None else [reward.kind or "", *(each.kind for each in reward.components.values())]
+        )
         check_separate([kind for kind in kinds if is_import_path(kind)])
     schedule = _schedule(config)
-    if isinstance(given.reward, Mapping):
+    if isinstance(objects.reward, Mapping):
         components = {
-            name: replace(each, reward=adapt_trl_reward(each.reward, schedule)) for name, each in given.reward.items()
+            name: replace(each, reward=adapt_trl_reward(each.reward, schedule)) for name, each in objects.reward.items()
         }
-    elif given.reward is not None:
-        name = getattr(given.reward, "__name__", "reward")
-        components = {name: Component(reward=adapt_trl_reward(given.reward, schedule))}
+    elif objects.reward is not None:
+        name = getattr(objects.reward, "__name__", "reward")
+        components = {name: Component(reward=adapt_trl_reward(objects.reward, schedule))}
     elif reward.components:
         components = {
             name: select(Component, [each], reward=_reward(each.kind, each.options, reward, schedule))
@@ -395,11 +397,15 @@ def _set(name: str, each: EvaluationSet, config: Config, policy: Policy, runner:
 
 
 def _problems_of_set(each: EvaluationSet, config: Config) -> list[Problem]:
-    made = make("task", each.task.kind, each.task.options)
-    loads = hasattr(made, "load")
-    if not loads and not hasattr(made, "problem"):
-        raise InputError(f"expected a task with problem(random) or load(), got {type(made).__name__} (task.kind)")
-    task = OwnTask(made, f"task.kind = {each.task.kind!r}", config.task.timeout_seconds) if is_own(made) else made
+    task_object = make("task", each.task.kind, each.task.options)
+    loads = hasattr(task_object, "load")
+    if not loads and not hasattr(task_object, "problem"):
+        raise InputError(f"expected a task with problem(random) or load(), got {type(task_object).__name__} (task.kind)")
+    task = (
+        OwnTask(task_object, f"task.kind = {each.task.kind!r}", config.task.timeout_seconds)
+        if is_own(task_object)
+        else task_object
+    )
     if loads:
         problems = list({problem.key: problem for problem in reversed(task.load())}.values())[::-1]
         return problems[: each.problems]

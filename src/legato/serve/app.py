@@ -76,7 +76,7 @@ def application(served: Served, *, key: str, hosts: Sequence[str] | None, follow
 
 
 def _bind(endpoint: Endpoint, served: Served) -> Callable[[Request], Awaitable[Response]]:
-    async def bound(request: Request) -> Response:
+    async def answer_request(request: Request) -> Response:
         try:
             return await endpoint(request, served)
         except ApiError as error:
@@ -88,15 +88,15 @@ def _bind(endpoint: Endpoint, served: Served) -> Callable[[Request], Awaitable[R
             traceback.print_exc(file=sys.stderr)
             return error_response(ApiError(500, "The server had an error while processing your request"))
 
-    return bound
+    return answer_request
 
 
 async def _explain_route(request: Request, error: Exception) -> Response:
     """The answer to a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
-    asked = f"{request.method} {request.url.path}"[:200]
+    request_line = f"{request.method} {request.url.path}"[:200]
     if error.status_code == 405:
-        answer = ApiError(405, f"Not allowed: {asked}; docs/serve.md lists the methods", code="method_not_supported")
+        answer = ApiError(405, f"Not allowed: {request_line}; docs/serve.md lists the methods", code="method_not_supported")
     else:
-        answer = ApiError(404, f"Unknown request URL: {asked}; docs/serve.md lists the paths", code="unknown_url")
+        answer = ApiError(404, f"Unknown request URL: {request_line}; docs/serve.md lists the paths", code="unknown_url")
     return error_response(answer)

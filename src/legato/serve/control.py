@@ -128,13 +128,13 @@ async def follow_checkpoint(served: Served, step: int | None = None) -> bool:
         raise ApiError(400, "expected a server of a run, got one of a model: it has no checkpoints to follow")
     for attempt in range(ATTEMPTS):
         try:
-            found, folder = await served.read_files(lambda: checkpoints.model_folder(step))
+            checkpoint, folder = await served.read_files(lambda: checkpoints.model_folder(step))
         except InputError as error:
             raise ApiError(400, str(error), param="step") from None
-        if str(found) == served.weights.name:
+        if str(checkpoint) == served.weights.name:
             return False
         try:
-            await reload_weights(served, folder, str(found))
+            await reload_weights(served, folder, str(checkpoint))
             return True
         except ApiError:
             # A run prunes old checkpoints, also while they are read; then there is a newer one.

@@ -109,8 +109,8 @@ def _read_stops(body: Body, served: Served) -> tuple[str, ...]:
 
 def read_max_tokens(body: Body, names: Sequence[str], default: int | None, *, zero: bool = False) -> int | None:
     """The most tokens of a response as the first of these fields says, else `default`; `zero`: none at all is allowed."""
-    given = [body.integer(name, None, minimum=0 if zero else 1, maximum=INT64 - 1) for name in names]
-    return next((value for value in given if value is not None), default)
+    limits = [body.integer(name, None, minimum=0 if zero else 1, maximum=INT64 - 1) for name in names]
+    return next((value for value in limits if value is not None), default)
 
 
 def fit_response(served: Served, prompt: Sequence[int], wanted: int | None, param: str) -> int:

@@ -46,8 +46,8 @@ class Guard:
             raise ApiError(403, "this address is not this machine's own: use 127.0.0.1 or localhost with the port printed")
         if any(origin != f"http://{host[0]}" for origin in headers.get("origin", ())):
             raise ApiError(403, "asked by a page of another origin")
-        given = headers.get("authorization", [])
-        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        authorization = headers.get("authorization", [])
+        scheme, _, key = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
         has_key = scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self.key.encode())
         scope["legato.key"] = has_key
         if not has_key and scope["path"] not in OPEN:

@@ -82,17 +82,17 @@ def encode(value: Any) -> bytes:
 async def until_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
     """The result of some work, which is cancelled if the client closes the connection (ClientGone)."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_for_disconnect(request))
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        for each in (task, gone):
+        for each in (task, disconnect):
             each.cancel()
         # A task that was cancelled still closes what it holds.
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 async def _wait_for_disconnect(request: Request) -> None:

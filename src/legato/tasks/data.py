@@ -120,11 +120,11 @@ class Gsm8k(Part):
 
     def read(self) -> Loaded:
         rows = _with_extracted_answer(
-            with_instruction(self._published(), "question", self.instruction), "answer", _answer_after_hashes
+            with_instruction(self._published_rows(), "question", self.instruction), "answer", _answer_after_hashes
         )
         return collect(make_problems(rows, "question", EXTRACTED, self.system_prompt), self.path or self.dataset)
 
-    def _published(self) -> Iterator[Row]:
+    def _published_rows(self) -> Iterator[Row]:
         return split_rows(self.path, self.dataset, self.config, self.split, "question and answer")
 
     def load(self) -> list[Problem]:

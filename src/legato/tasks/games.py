@@ -79,5 +79,5 @@ class Facts(Part):
         names = ["".join(source.choice(_LETTERS) for _ in range(3)) for _ in range(8)]
         ages = [str(source.randrange(10**self.digits)) for _ in names]
         documents = [f"{name} is {age}." for name, age in dict(zip(names, ages, strict=True)).items()]
-        asked, _, answer = source.choice(documents)[:-1].partition(" is ")
-        return Problem(prompt=f"age of {asked}?", answer=answer, fields={"documents": documents})
+        name, _, answer = source.choice(documents)[:-1].partition(" is ")
+        return Problem(prompt=f"age of {name}?", answer=answer, fields={"documents": documents})

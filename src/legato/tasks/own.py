@@ -24,11 +24,11 @@ class OwnTask:
 
     def problem(self, random: random.Random) -> Problem:
         """A problem that the task draws."""
-        return self._call("problem(random)", lambda: _checked(self.task.problem(random)))
+        return self._call("problem(random)", lambda: _check_problem(self.task.problem(random)))
 
     def load(self) -> list[Problem]:
         """All problems of the task."""
-        return self._call("load()", lambda: [_checked(each) for each in self.task.load()])
+        return self._call("load()", lambda: [_check_problem(each) for each in self.task.load()])
 
     def _call(self, method: str, function: Callable[[], _T]) -> _T:
         with settings_restored(), UserCode(f"the task's {method}", self.seconds, "task.timeout_seconds") as code:
@@ -40,7 +40,7 @@ class OwnTask:
                 ) from error.__cause__
 
 
-def _checked(problem: Any) -> Problem:
+def _check_problem(problem: Any) -> Problem:
     if not isinstance(problem, Problem):
         raise TypeError(f"expected a legato.Problem, got {describe_value(problem)}")
     return problem

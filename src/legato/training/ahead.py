@@ -299,9 +299,9 @@ class Ahead(Collector):
         records = [[group.record, len(group.held)] for group in groups]
         tensors = [tensor for group in groups for tensor in group.held]
         gathered: dict[int, SavedGroup] = {}
-        for told, held in self.world.gather_tensors(records, tensors):
+        for rank_records, held in self.world.gather_tensors(records, tensors):
             rest = iter(held)
-            for record, count in told:
+            for record, count in rank_records:
                 group = SavedGroup(record, [next(rest) for _ in range(count)])
                 gathered[group.number] = group
         return list(gathered.values())

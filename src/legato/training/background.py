@@ -148,23 +148,23 @@ class Background:
         with self._news:
             while not self._closed and not self._asked and not self._session.outstanding:
                 self._news.wait()
-            asked, self._asked = self._asked, []
+            starts, self._asked = self._asked, []
         if self._closed:
             return False
-        if asked:
+        if starts:
             with self._adding:
-                places = self._session.add([start for _, start in asked])
+                places = self._session.add([start for _, start in starts])
                 with self._news:
-                    self._in_flight |= dict(zip(places, asked, strict=True))
+                    self._in_flight |= dict(zip(places, starts, strict=True))
         return True
 
     def _finish(self, played: Mapping[int, list[Rollout]]) -> None:
         with self._runner.turns:
             scores = iter(score_rollouts(self._judge, [rollout for row in played.values() for rollout in row]))
         with self._adding, self._news:  # `ask` holds the first until the number is known
-            asked = [self._in_flight.pop(place) for place in played]
+            starts = [self._in_flight.pop(place) for place in played]
         rows = [[(rollout, next(scores)) for rollout in row] for row in played.values()]
-        sampled = [(number, start, row) for (number, start), row in zip(asked, rows, strict=True)]
+        sampled = [(number, start, row) for (number, start), row in zip(starts, rows, strict=True)]
         if self._closed:
             return
         self._store(sampled)

@@ -108,7 +108,7 @@ def take_snapshot(
         if told is not None:
             raise NotFiniteError(told)
 
-    def held(contents: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def copy_or_hold(contents: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return copy_to_host(contents) if copy else dict(contents)
 
     weights: Mapping[str, Tensor] | None = None
@@ -116,13 +116,15 @@ def take_snapshot(
     if policy.divided:
         weights = _gather_model(policy, world, adapters)
     elif copy and world.rank == 0:
-        weights = held({name: each for name, each in policy.model.state_dict().items() if not adapters or "lora_" in name})
+        weights = copy_or_hold(
+            {name: each for name, each in policy.model.state_dict().items() if not adapters or "lora_" in name}
+        )
     return Snapshot(
         policy=policy,
-        optimizer=held(tensors),
+        optimizer=copy_or_hold(tensors),
         weights=weights,
-        value_head=None if policy.value_head is None else held(policy.value_head.state_dict()),
-        sampler=held(sampler or {}),
+        value_head=None if policy.value_head is None else copy_or_hold(policy.value_head.state_dict()),
+        sampler=copy_or_hold(sampler or {}),
         state={"optimizer": numbers, **state},
         generators=_generator_states(),
         config=config,

@@ -39,7 +39,7 @@ class PromptSettings:
         "drop",
         "error",
         default="drop",
-        says="What becomes of a problem whose prompt is longer: left out and counted, or the end of the run.",
+        says="A problem whose prompt is longer: 'drop' leaves it out and counts it, 'error' ends the run.",
     )
 
 

@@ -24,7 +24,7 @@ class Schedule:
         "linear",
         "cosine",
         default="constant",
-        says="How the learning rate goes on after the warm-up, down to final_lr_share at the last update.",
+        says="The learning rate after the warm-up: constant, or falling to final_lr_share at the last update.",
     )
     warm_up_updates: int = integer(
         default=0,
@@ -69,12 +69,12 @@ class OptimizerSettings(Schedule):
         optional=True,
     )
     weight_decay: float = number(
-        default=0.0, says="Of AdamW. On matrices only: norms and biases keep their scale.", minimum=0.0
+        default=0.0, says="AdamW's weight decay, on matrices only: norms and biases keep their scale.", minimum=0.0
     )
-    betas: tuple[float, float] = pair(default=(0.9, 0.95), says="Of Adam.", minimum=0.0, below=1.0)
+    betas: tuple[float, float] = pair(default=(0.9, 0.95), says="Adam's betas.", minimum=0.0, below=1.0)
     epsilon: float = number(
         default=1e-8,
-        says="Of Adam, at most 0.001. The clip of the ratio is algorithm.objective.trust.clip.",
+        says="Adam's epsilon, at most 0.001. The clip of the ratio is algorithm.objective.trust.clip.",
         above=0.0,
     )
     gradient_clip: float = number(default=1.0, says="The largest norm of the gradient; 0: no limit.", minimum=0.0)

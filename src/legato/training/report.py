@@ -83,14 +83,14 @@ class UpdateNumbers:
 def fetch_numbers(updates: Sequence[tuple[Report, torch.Tensor]], world: World | None = None) -> list[UpdateNumbers]:
     """The numbers of a step's updates, from (report, gradient norm) of each. The host waits here, once a step."""
     world = OneProcess() if world is None else world
-    fetched = torch.stack(
+    numbers = torch.stack(
         [torch.stack([r.without_gradient.to(norm), r.savable.to(norm), norm]) for r, norm in updates]
     ).cpu()
     # These add up over ranks. The norm is of the whole gradient already.
-    counts = world.sum_table(fetched[:, :2])
+    counts = world.sum_table(numbers[:, :2])
     return [
         UpdateNumbers(report=report, without_gradient=int(dead), savable=savable / max(1, report.tokens_read), norm=norm)
-        for (report, _), (dead, savable), norm in zip(updates, counts.tolist(), fetched[:, 2].tolist(), strict=True)
+        for (report, _), (dead, savable), norm in zip(updates, counts.tolist(), numbers[:, 2].tolist(), strict=True)
     ]
 
 

@@ -81,7 +81,7 @@ def unpack_groups(tensors: Mapping[str, Tensor], prefix: str) -> dict[int, Saved
 def fingerprint_of(start: Start, sampling: Sampling, limits: Limits) -> str:
     """A hash of everything that is asked of the sampler and the reward for one start."""
     problem = start.problem
-    asked = [problem.key, problem.answer, list(start.seeds), list(start.ids), repr(sampling), repr(limits)]
-    digest = hashlib.blake2b(json.dumps(asked).encode(), digest_size=16)
+    facts = [problem.key, problem.answer, list(start.seeds), list(start.ids), repr(sampling), repr(limits)]
+    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
     digest.update(start.prompt.to(torch.int64).cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -48,7 +48,7 @@ from legato.training.update import BREAK_EVEN, Look, Report, count_update, reads
 class TrainingSettings:
     """The settings of a step."""
 
-    seed: int = integer(default=0, says="Everything random follows from it.", minimum=0, resume="refused")
+    seed: int = integer(default=0, says="The seed of everything random in the run.", minimum=0, resume="refused")
     prompts_per_step: int = integer(
         default=32, says="Problems of a step; each is sampled rollouts.samples_per_prompt times.", minimum=1
     )
@@ -58,7 +58,7 @@ class TrainingSettings:
     epochs_per_step: int = integer(default=1, says="How often each response is used.", minimum=1)
     minimum_scored: float = number(
         default=0.5,
-        says="A step of whose rollouts a smaller share could be scored is not trained on.",
+        says="A step is not trained on if a smaller share of its rollouts could be scored.",
         minimum=0.0,
         maximum=1.0,
     )
@@ -109,7 +109,7 @@ class TrainingSettings:
     )
     skip_silent_rows: bool = flag(
         default=True,
-        says="Leaves rows out of an update that have no advantage and nothing else to pull at them. It changes no gradient.",
+        says="Leaves out rows whose gradient is certainly 0: no advantage, no penalty. It changes no result.",
     )
     routing_replay: str = choice(
         "off",
@@ -239,8 +239,8 @@ class Trainer:
 
     def _staleness(self, tables: Tables, groups: list[Group]) -> dict[str, float]:
         """How old the responses are and what it does, where they can be older than the policy or come from servers."""
-        named = any(member.rollout.server is not None for group in groups for member in group.members)
-        if not self.source.ahead and not named:
+        servers = {member.rollout.server for group in groups for member in group.members}
+        if not self.source.ahead and servers == {None}:
             return {}
         return staleness(self.algorithm, tables, groups, self.source.version, self.state)
 

@@ -43,8 +43,8 @@ class TeacherSettings:
         "none",
         "problem",
         default="problem",
-        says="What is taken off the teacher's advantage: nothing, or its mean over the tokens of the problem's responses. It"
-        " changes no expected gradient and makes it less noisy.",
+        says="What is subtracted from the teacher's advantage: nothing, or its mean over the tokens of the problem's"
+        " responses. It changes no expected gradient and makes it less noisy.",
     )
     reward_weight: float = number(
         default=1.0, says="Weight of the reward's advantage beside it; 0: distillation alone.", minimum=0.0

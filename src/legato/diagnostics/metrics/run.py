@@ -42,7 +42,7 @@ RUN_METRICS: tuple[Metric, ...] = (
     Metric("servers/N/response_seconds", "mean seconds of a response of server N", ">= 0", "far above the others': it is overloaded"),
     Metric("gradient/norm", "mean over updates of the gradient norm before clipping", ">= 0", "a spike: one batch dominates"),
     Metric("gradient/norm_max", "the largest of them", ">= 0", "as above"),
-    Metric("state/PART.NUMBER", "what the adaptive part PART holds after the step; of auto-clip log_low and log_high (bounds on |log r|), noise and updates (that told something)", "any", "of auto-clip: a bound at its floor or ceiling for long"),
+    Metric("state/PART.NUMBER", "what the adaptive part PART holds after the step; of auto-clip log_low and log_high (bounds on |log r|), noise and updates (those with advantages)", "any", "of auto-clip: a bound at its floor or ceiling for long"),
     Metric("optimizer/lr", "learning rate of the next update", ">= 0", "-"),
     Metric("update/applied", "updates whose gradient was finite / updates; 0 where too few rollouts could be scored or no group was left to train on", "[0, 1]", "below 1: non-finite gradients were dropped"),
     Metric("update/silent_rows", "rows left out of an update beforehand (advantage 0, no penalty) / rows; objective metrics are over the others", "[0, 1]", "near 1: see groups/zero_variance"),

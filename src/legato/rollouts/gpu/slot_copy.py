@@ -37,18 +37,18 @@ class SlotCopy:
 
     def __init__(self, store: KVStore, *, texts: bool) -> None:
         self.store = store
-        self.done = self._pinned(store.done)
+        self.done = self._pinned_like(store.done)
         self.texts: tuple[Tensor, Tensor] | None = None
         """(tokens, response lengths); None without stop strings"""
         if texts:
-            self.texts = self._pinned(store.tokens), self._pinned(store.sampled_count)
+            self.texts = self._pinned_like(store.tokens), self._pinned_like(store.sampled_count)
         self.event = torch.cuda.Event() if store.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.rows: dict[int, Row] = {}
         """slot -> its response at the time of the copy; the slot may have been reassigned since"""
         self.latest: LatestTokens | None = None
         """The last tokens of every slot, if they are wanted."""
 
-    def _pinned(self, like: Tensor) -> Tensor:
+    def _pinned_like(self, like: Tensor) -> Tensor:
         return torch.empty_like(like, device="cpu", pin_memory=self.store.device.type == "cuda")
 
     def start(self, rows: dict[int, Row], latest: int = 0) -> "SlotCopy":

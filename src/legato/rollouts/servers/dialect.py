@@ -195,11 +195,11 @@ def read_versions(spans: Any, count: int, version_of: Callable[[Any], int] = ver
         return versions
     place = 0
     for span in spans if isinstance(spans, list) else [None]:
-        given = span if isinstance(span, dict) else {}
-        end = given.get("end")
-        if given.get("start") != place or not isinstance(end, int) or not place < end <= count:
+        fields = span if isinstance(span, dict) else {}
+        end = fields.get("end")
+        if fields.get("start") != place or not isinstance(end, int) or not place < end <= count:
             raise BadReplyError(f"expected versions for {count} tokens, got {str(spans)[:200]}")
-        versions[place:end] = version_of(given.get("version"))
+        versions[place:end] = version_of(fields.get("version"))
         place = end
     if place != count:
         raise BadReplyError(f"expected versions for {count} tokens, got {str(spans)[:200]}")

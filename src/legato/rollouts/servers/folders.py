@@ -44,7 +44,7 @@ class WeightFolders:
         if adapters:
             self.policy.model.save_pretrained(partial)
         else:
-            self._write_model(self._merged(weights) if self.lora else weights, partial)
+            self._write_model(self._merge_adapters(weights) if self.lora else weights, partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         self._prune(folder)
@@ -79,7 +79,7 @@ class WeightFolders:
             config["tie_word_embeddings"] = False
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    def _merged(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _merge_adapters(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The weights of the base model with the adapters added, by the names without peft."""
         deltas = _deltas(self._base)
         with torch.no_grad():

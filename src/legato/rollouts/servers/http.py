@@ -147,7 +147,7 @@ class HttpClient:
             self._drop()
             connection = None
         if connection is None:
-            seconds = min(CONNECT_SECONDS, _left(deadline))
+            seconds = min(CONNECT_SECONDS, _seconds_left(deadline))
             if self._secure:
                 context = ssl.create_default_context()
                 connection = http.client.HTTPSConnection(self._host, self._port, timeout=seconds, context=context)
@@ -169,7 +169,7 @@ def _is_closed(connection: http.client.HTTPConnection) -> bool:
     return bool(waiting.poll(0))
 
 
-def _left(deadline: float) -> float:
+def _seconds_left(deadline: float) -> float:
     """The seconds left; UnreachableError if there are none."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
@@ -180,7 +180,7 @@ def _left(deadline: float) -> float:
 def _limit(connection: http.client.HTTPConnection, deadline: float) -> None:
     """Let no read or write of a connection go beyond the deadline."""
     if connection.sock is not None:
-        connection.sock.settimeout(_left(deadline))
+        connection.sock.settimeout(_seconds_left(deadline))
 
 
 def _read(connection: http.client.HTTPConnection, response: http.client.HTTPResponse, deadline: float) -> bytes:

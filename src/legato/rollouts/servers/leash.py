@@ -33,11 +33,11 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def main(command: list[str]) -> int:
     """Run the command; returns its exit status."""
     parent = os.getppid()
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    while process.poll() is None and not asked and os.getppid() == parent:
+    while process.poll() is None and not signals and os.getppid() == parent:
         try:
             ready, _, _ = select.select([0], [], [], _POLL_SECONDS)
         except InterruptedError:

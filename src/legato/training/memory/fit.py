@@ -51,7 +51,9 @@ def refuse_if_too_large(demand: Demand, room: int, longest: int, model: str, *, 
     least = least_bytes(demand, longest)
     if least <= room:
         return
-    alternatives = {"policy.lora.rank=16": replace(demand, adapter_rank=16, trained=None)} if not demand.adapter_rank else {}
+    alternatives = {}
+    if not 0 < demand.adapter_rank <= 16:
+        alternatives["policy.lora.rank=16"] = replace(demand, adapter_rank=16, trained=None)
     if on_gpu:
         eight_bit, offload = "training.optimizer=adamw-8bit", "training.offload_optimizer=true"
         alternatives[eight_bit] = replace(demand, eight_bit=True)
@@ -62,11 +64,23 @@ def refuse_if_too_large(demand: Demand, room: int, longest: int, model: str, *, 
         for setting, other in alternatives.items()
         if least_bytes(other, longest) <= room
     ]
+    if shorter := _longest_that_fits(demand, room, longest):
+        helpful.append(f"texts of {shorter} tokens (policy.max_prompt_tokens + rollouts.max_response_tokens is {longest})")
     raise InputError(
-        f"expected a training that fits in {gigabytes(room)}, got one that needs {gigabytes(least)} with the smallest pack"
-        f" and gradient checkpointing (policy.model = {model}); what would fit:"
+        f"expected a training that fits in {gigabytes(room)}, got one that needs {gigabytes(least)} for one text of"
+        f" {longest} tokens with gradient checkpointing (policy.model = {model}); what would fit:"
         f" {', '.join([*helpful, 'a smaller model'])}"
     )
+
+
+def _longest_that_fits(demand: Demand, room: int, longest: int) -> int:
+    """The tokens of the longest text that fits, rounded down to two digits; 0 if none does."""
+    low, high = 0, longest
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if least_bytes(demand, middle) <= room else (low, middle)
+    unit = int(10 ** max(0, len(str(low)) - 2))
+    return low // unit * unit
 
 
 def least_bytes(demand: Demand, longest: int) -> int:

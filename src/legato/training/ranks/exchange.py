@@ -33,14 +33,14 @@ def exchange(
     own = starts[(world.rank - first) % world.size :: world.size]
     records = [[write_rollout(pair, start, tensors) for pair in row] for row, start in zip(mine, own, strict=True)]
     rows: list[list[ScoredRollout]] = [[] for _ in starts]
-    for rank, (told, held) in enumerate(world.gather_tensors(records, tensors)):
+    for rank, (rank_records, held) in enumerate(world.gather_tensors(records, tensors)):
         places = range((rank - first) % world.size, len(starts), world.size)
         if rank == world.rank:
             for place, row in zip(places, mine, strict=True):
                 rows[place] = list(row)
             continue
         rest = iter(held)
-        for place, row in zip(places, told, strict=True):
+        for place, row in zip(places, rank_records, strict=True):
             rows[place] = [read_rollout(record, starts[place], rest) for record in row]
     return rows
 

@@ -69,7 +69,7 @@ class ProcessGroup:
     def sum_table(self, table: Tensor) -> Tensor:
         self._meet(f"sum a table of {list(table.shape)}")
         total = table.detach().to(self.device, _SUMMABLE.get(table.dtype, table.dtype), copy=True).contiguous()
-        with self._explained():
+        with self._explain_errors():
             dist.all_reduce(total)
         return total.to(table.device, table.dtype)
 
@@ -84,26 +84,26 @@ class ProcessGroup:
     def agree(self, choice: int) -> int:
         self._meet("agree")
         largest = torch.tensor(choice, dtype=torch.int64)
-        with self._explained():
+        with self._explain_errors():
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest)
 
     def reduce_scatter(self, flat: Tensor) -> Tensor:
         """This rank's part of the sum of one flat tensor per rank, which is cut into as many equal parts as ranks."""
         part = flat.new_empty(len(flat) // self.size)
-        with self._explained():
+        with self._explain_errors():
             _reduce_scatter(part, flat)
         return part
 
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
         """Fill a flat tensor with the equal parts of all ranks, in the order of ranks."""
-        with self._explained():
+        with self._explain_errors():
             _all_gather(whole, part)
 
     def broadcast(self, tensor: Tensor) -> None:
         self._meet(f"broadcast {list(tensor.shape)}")
         held = tensor.detach().to(self.device, copy=True).reshape(-1)
-        with self._explained():
+        with self._explain_errors():
             dist.broadcast(held.view(torch.uint8), src=0)
         with torch.no_grad():
             tensor.copy_(held.reshape(tensor.shape))
@@ -130,7 +130,7 @@ class ProcessGroup:
         """Wait for the other ranks. Raises if one of them has failed or wants another operation."""
         code = zlib.crc32(operation.encode())
         header = torch.tensor([int(failed), code, -code])
-        with self._explained(operation):
+        with self._explain_errors(operation):
             dist.all_reduce(header, op=dist.ReduceOp.MAX)
         any_failed, largest, smallest = header.tolist()
         if any_failed:
@@ -153,7 +153,7 @@ class ProcessGroup:
             raise self._explain_loss(error) from None
 
     @contextmanager
-    def _explained(self, operation: str = "") -> Iterator[None]:
+    def _explain_errors(self, operation: str = "") -> Iterator[None]:
         """Raise errors of the connection as LostRankError, and let the observer know that this rank waits."""
         if self.is_lost:
             raise LostRankError("another rank was lost before")
@@ -194,20 +194,20 @@ class ProcessGroup:
         """The bytes of each rank. Ranks may have different numbers of bytes."""
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(data)
-        with self._explained():
+        with self._explain_errors():
             dist.all_reduce(lengths)
         longest = int(lengths.max())
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(data)] = data
         gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        with self._explained():
+        with self._explain_errors():
             dist.all_gather(gathered, padded)
         return [part[:length] for part, length in zip(gathered, lengths.tolist(), strict=True)]
 
 
-def _other_rank_error(told: Sequence[Any]) -> OtherRankError:
+def _other_rank_error(failures: Sequence[Any]) -> OtherRankError:
     """The error to raise on ranks that could go on, from what each failed rank told."""
-    failed = [(rank, each) for rank, each in enumerate(told) if each is not None]
+    failed = [(rank, each) for rank, each in enumerate(failures) if each is not None]
     rank, (words, is_input, signal) = failed[0]
     # A fault that all ranks meet is named once.
     same = [other for other, each in failed if each[0] == words]

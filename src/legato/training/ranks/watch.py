@@ -188,8 +188,8 @@ class Watch:
         stacks = []
         for rank in range(self.size):
             key = f"stack/{rank}"
-            told = self.store.get(key).decode() if self.store.check([key]) else "(no answer)"
-            stacks.append(f"rank {rank}, process {beats[rank]['process']} on {beats[rank]['host']}\n{told}")
+            stack = self.store.get(key).decode() if self.store.check([key]) else "(no answer)"
+            stacks.append(f"rank {rank}, process {beats[rank]['process']} on {beats[rank]['host']}\n{stack}")
         text = "\n\n".join(stacks)
         where = "below"
         if self.folder is not None:
