@@ -246,6 +246,9 @@ class Runner:
         self._publish_first()
         return replace(self, engine=engine, _published_to=engine)
 
+    def close(self) -> None:
+        """Called when the run has ended."""
+
     def _publish_first(self) -> None:
         if self._published_to is not self.engine:
             self.publish(self.version)

@@ -19,7 +19,7 @@ from legato.core.rollout import Problem
 from legato.core.settings import select
 from legato.core.user_code import CallFailedError, UserCode, is_own
 from legato.core.world import OneProcess, World
-from legato.environments.adapt import adapt_environment
+from legato.environments.adapt import adapt_environment, is_agent
 from legato.environments.tools import tools_of
 from legato.errors import InputError
 from legato.policy.model.load import load_policy
@@ -217,7 +217,11 @@ def open_journal(collector: Collector, directory: RunDirectory) -> None:
 def runner_of(config: Config, policy: Policy, engine: Engine, date: str | None = None) -> Runner:
     """The runner of episodes on an engine."""
     environment = environment_of(config)
-    return Runner(
+    kind: Callable[..., Runner] = Runner
+    if is_agent(environment):
+        kind = agent_runner(config, policy, environment)
+        environment = SingleTurn()
+    return kind(
         engine=engine,
         rendering=rendering_of(config, policy, date, tools_of(environment)),
         limits=limits_of(config, policy),
@@ -227,6 +231,22 @@ def runner_of(config: Config, policy: Policy, engine: Engine, date: str | None =
         episodes=select(EpisodeSettings, [config.task]),
         longest_prompt=config.policy.max_prompt_tokens,
     )
+
+
+def agent_runner(config: Config, policy: Policy, agent: Any) -> Callable[..., Runner]:
+    """Makes the runner of an agent that owns its loop; InputError for what cannot go with one."""
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        raise InputError("an agent is served by starlette and uvicorn: pip install 'legato[serve]' (task.environment)")
+    rollouts, reason = config.rollouts, "with an agent that owns its loop (task.environment)"
+    if rollouts.ahead:
+        raise InputError(f"expected rollouts.ahead = 0 {reason}, got {rollouts.ahead}; drop it")
+    if rollouts.record_routes is True or config.training.routing_replay == "R3":
+        raise InputError(f"expected no recorded routes {reason}: requests have none; drop rollouts.record_routes and R3")
+    if config.task.system_prompt is not None:
+        raise InputError(f"expected no task.system_prompt {reason}: the agent writes its own messages; put it there")
+    from legato.serve.agents import AgentRunner
+
+    return partial(AgentRunner, agent=agent, policy=policy)
 
 
 def check_context(config: Config, policy: Policy, response_tokens: int, option: str) -> None:
@@ -239,12 +259,14 @@ def check_context(config: Config, policy: Policy, response_tokens: int, option: 
         )
 
 
-def environment_of(config: Config) -> Environment:
-    """The environment; single-turn by default."""
+def environment_of(config: Config) -> Any:
+    """The environment, or the agent that plays by itself; single-turn by default."""
     kind = config.task.environment
     if kind is None:
         return SingleTurn()
     environment: Any = adapt_environment(make("environment", kind, config.task.environment_options))
+    if is_agent(environment):
+        return environment
     with UserCode("the environment", config.task.timeout_seconds, "task.timeout_seconds") as code:
         try:
             complete = code.call(isinstance, environment, Environment)
@@ -252,11 +274,10 @@ def environment_of(config: Config) -> Environment:
             raise InputError(f"expected an environment, got {error} (task.environment = {kind!r})") from error.__cause__
     if not complete:
         raise InputError(
-            f"expected an environment (max_turns, deterministic, episode(problem)), got {type(environment).__name__}"
-            f" (task.environment = {kind!r}); docs/environments.md shows one"
+            f"expected an environment (max_turns, deterministic, episode(problem)) or a function of problem and endpoint,"
+            f" got {type(environment).__name__} (task.environment = {kind!r}); docs/environments.md shows both"
         )
-    checked: Environment = environment
-    return checked
+    return environment
 
 
 def evaluator_of(collector: Collector) -> Evaluator:
