@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import legato
+from examples.own_agent import play as guess
 from legato.config.kinds import make
 from legato.core.rollout import Problem, Rollout, StopReason
 from legato.environments.adapt import adapt_environment, is_agent
@@ -58,19 +59,6 @@ def play(function: Any, sampling: Sampling | None = None, **more: Any) -> list[R
     with agents(function, **more) as runner:
         (rollouts,) = runner.play([start_of(runner)], sampling or Sampling())
     return rollouts
-
-
-def guess(problem: Problem, endpoint: Endpoint) -> list[float]:
-    """The guessing game of `legato.environments.guess`, played by an agent."""
-    game, text, rewards = make("environment", "guess", {"guesses": 3}).episode(problem), problem.prompt, list[float]()
-    for _ in range(3):
-        (choice,) = endpoint.ask("/completions", prompt=text, max_tokens=8)["choices"]
-        reply = game.reply(choice["text"], StopReason.END_TOKEN)
-        rewards.append(reply.reward)
-        if reply.done:
-            break
-        text += choice["text"] + reply.content
-    return rewards
 
 
 async def guess_async(problem: Problem, endpoint: Endpoint) -> list[float]:

@@ -64,7 +64,7 @@ class Endpoint:
 
 @runtime_checkable
 class Agent(Protocol):
-    """Plays episodes by itself. It may also have `playing()`, an async context that is entered around many attempts."""
+    """Plays episodes by itself. It may also have `playing(problems)`, an async context around attempts at these problems."""
 
     async def attempt(self, problem: Problem, endpoint: Endpoint) -> Outcome:
         """One attempt at a problem. An exception costs the rollout, which is left out and counted, but never the run."""

@@ -205,7 +205,7 @@ async def _play_all(
     """Play all attempts at once; what becomes of each is noted in it."""
     context = getattr(agent, "playing", None)
     try:
-        async with context() if callable(context) else contextlib.nullcontext():
+        async with context([each.start.problem for each in attempts]) if callable(context) else contextlib.nullcontext():
             tasks = [
                 asyncio.ensure_future(_play(agent, attempt, endpoint, seconds))
                 for attempt, endpoint in zip(attempts, endpoints, strict=True)
