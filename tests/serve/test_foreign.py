@@ -122,7 +122,7 @@ def loglikelihood(policy: Policy, question: str, choice: str) -> tuple[float, bo
     return float(scores.logprobs[first:].sum()), bool((scores.ranks[first:] == 1).all())
 
 
-def test_an_environment_of_verifiers(url: str, folder: Path) -> None:
+def test_environments_of_verifiers(url: str, folder: Path) -> None:
     printed = run_client(
         str(CLIENTS / "python"),
         str(FOREIGN / "verifiers_client.py"),
@@ -131,6 +131,7 @@ def test_an_environment_of_verifiers(url: str, folder: Path) -> None:
     )
     result: dict[str, Any] = json.loads(printed.splitlines()[-1])
     assert len(result["evaluated"]) == len(result["trained"]) == 4
+    assert result["rounds"] == [[1 + number % 3, 1.5] for number in range(6)]
     policy = chat_policy()
     for each in result["trained"]:
         answer = each["answer"]
@@ -141,8 +142,7 @@ def test_an_environment_of_verifiers(url: str, folder: Path) -> None:
 
 
 def test_two_environments_of_verifiers_are_trained_on(folder: Path) -> None:
-    """They run in verifiers alone too: test_an_environment_of_verifiers, and legato_rounds by the same script."""
-    # The packages of this environment come last: verifiers keeps its own.
+    # torch and the other packages of Legato come from this environment, verifiers and its packages from its own.
     path = [str(FOREIGN), str(ROOT / "src"), sysconfig.get_paths()["purelib"]]
     printed = run_client(
         str(CLIENTS / "python"), str(FOREIGN / "verifiers_training.py"), str(folder), PYTHONPATH=os.pathsep.join(path)

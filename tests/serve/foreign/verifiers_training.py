@@ -20,6 +20,7 @@ def options(folder: str, taskset: str) -> dict[str, Any]:
         "policy.model": folder,
         "policy.device": "cpu",
         "policy.dtype": "float32",
+        "policy.end_tokens": ["<|im_end|>"],  # as its chat template closes a turn
         "task.kind": "verifiers",
         "task.taskset": taskset,
         "task.environment": "verifiers",
