@@ -16,15 +16,17 @@ import torch
 import legato
 from examples.own_agent import play as guess
 from legato.config.kinds import make
-from legato.core.rollout import Problem, Rollout, StopReason
+from legato.config.load import load
+from legato.core.rollout import Problem, Rollout, StopReason, Unscorable
 from legato.environments.adapt import adapt_environment, is_agent
 from legato.environments.agents import Endpoint
 from legato.environments.tools import tools_of
 from legato.errors import InputError
-from legato.rollouts.engine import Limits
+from legato.rollouts.engine import Limits, Request
 from legato.rollouts.episodes import EpisodeSettings, Runner, Start
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
+from legato.run import wire
 from legato.serve.agents import AgentRunner
 from tests.rollouts.chat_families import FAMILIES, Family
 from tests.rollouts.test_tools import Doubles, Saying, calls, check_tokens
@@ -237,7 +239,8 @@ FAULTS: list[tuple[Callable[..., Any], str]] = [
 
 @pytest.mark.parametrize(("function", "fault"), FAULTS)
 def test_a_fault_of_an_agent_costs_its_rollout_and_not_the_run(function: Any, fault: str) -> None:
-    with agents(function, episodes=EpisodeSettings(episode_seconds=0.3)) as runner:
+    seconds = 0.3 if function in (sleeping, waiting) else None
+    with agents(function, episodes=EpisodeSettings(episode_seconds=seconds)) as runner:
         (rollouts,) = runner.play([start_of(runner)], Sampling())
         assert all((rollout.fault or "").startswith(fault) for rollout in rollouts), rollouts[0].fault
         # What was left behind does not reach the engine, and the next rollouts are whole.
@@ -361,3 +364,20 @@ def test_what_cannot_go_with_an_agent_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=says):
         train_agent(tmp_path, monkeypatch, **options)
+
+
+def test_a_judge_without_an_endpoint_is_loaded_into_the_process(tmp_path: Path) -> None:
+    policy = chat_policy()
+    policy.model.save_pretrained(tmp_path)
+    policy.tokenizer.save_pretrained(tmp_path)
+    options = {"policy.model": "tiny", "reward.kind": "judge", "reward.model": str(tmp_path), "reward.max_tokens": 20}
+    options["reward.question"] = "{response}?"
+    reward = wire.reward_of(load([], (), {**options, "task.kind": "reversal", "task.length": 2}).config, wire.Given())
+    rollout = play(lambda problem, endpoint: float(bool(endpoint.ask("/completions", prompt="a"))))[0]
+    (score,) = reward.score_all([replace(rollout, text="five")])
+    prompt = Rendering(tokenizer=policy.tokenizer).prompt(Problem(prompt=[{"role": "user", "content": "five?"}]))
+    request = Request(prompt=prompt, seeds=(0,))
+    ((answer,),) = plain_engine(policy).generate(
+        [request], Sampling(temperature=0), Limits(max_response_tokens=20, end_tokens=(1,))
+    )
+    assert isinstance(score, Unscorable) and score.reason == f"judge: the judge gave no score: {' '.join(answer.text.split())!r}"

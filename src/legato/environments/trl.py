@@ -117,7 +117,7 @@ class TrlEpisode:
 
 def _schema_as_trl(method: Callable[..., Any]) -> dict[str, Any]:
     """The schema that TRL's prompt shows, by transformers; ours for a method whose docstring transformers cannot read."""
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     try:
         schema: dict[str, Any] = get_json_schema(method)

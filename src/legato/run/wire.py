@@ -27,6 +27,7 @@ from legato.policy.model.reference import Reference
 from legato.policy.model.supervised import Example, supervise
 from legato.policy.policy import Policy
 from legato.records.directory import RunDirectory
+from legato.rewards.judge import LOCAL, JudgeReward
 from legato.rewards.scoring import Component, RewardSettings, WeightedSum, check_reward
 from legato.rewards.separate import SeparateReward, check_separate
 from legato.rewards.trl import AsyncTrlReward, Schedule, TrlReward, adapt_trl_reward
@@ -134,7 +135,9 @@ def reward_of(config: Config, given: Given) -> WeightedSum:
         only = Component(reward=_reward(reward.kind, reward.options, reward, schedule))
         components = {reward.kind.rpartition(":")[2]: only}
     longest = config.rollouts.max_response_tokens
-    return select(WeightedSum, [reward], components=components, longest_response=longest)
+    weighted = select(WeightedSum, [reward], components=components, longest_response=longest)
+    load_judges(config, weighted)
+    return weighted
 
 
 def _schedule(config: Config) -> Schedule:
@@ -142,6 +145,47 @@ def _schedule(config: Config) -> Schedule:
     return Schedule(
         updates_per_step=training.updates_per_step * training.epochs_per_step, total_updates=training.total_updates
     )
+
+
+def load_judges(config: Config, reward: WeightedSum) -> None:
+    """Load the judges of a reward that have no endpoint, and serve them in this process. Each model is loaded once."""
+    judges = [each.reward for each in reward.components.values() if isinstance(each.reward, JudgeReward)]
+    for model in dict.fromkeys(judge.model for judge in judges if judge.url is None and judge.model not in LOCAL):
+        if find_spec("starlette") is None or find_spec("uvicorn") is None:
+            raise InputError("a judge without a url is served by starlette and uvicorn: pip install 'legato[serve]'")
+        from legato.serve.in_thread import ThreadServer
+        from legato.serve.limits import ServeLimits
+        from legato.serve.served import Served
+        from legato.serve.weights import Weights
+
+        judge = load_policy(model, replace(config.policy, lora=None, frozen=(), upcycle=None), seed=config.training.seed)
+        if not getattr(judge.tokenizer, "chat_template", None):
+            raise InputError(f"expected a judge with a chat template, got {model!r} (reward.model)")
+        judge.model.requires_grad_(False)
+        # Most of the memory belongs to the policy: the judge answers a few questions at a time.
+        share = replace(_engine_options(config, judge, trains=False), mismatch=Mismatch(), record_routes=False)
+        engine = build_engine("local", judge, replace(share, kv_memory_share=share.kv_memory_share / 8))
+        if engine.capabilities.holds_weights:
+            engine.publish(judge.model.named_parameters(), engine.version)
+        longest = max(each.max_tokens for each in judges)
+        context = min(judge.context_length or _JUDGE_CONTEXT, _JUDGE_CONTEXT)
+        server = ThreadServer(
+            Served(
+                name=model,
+                policy=judge,
+                engine=engine,
+                rendering=Rendering(tokenizer=judge.tokenizer),
+                end_tokens=end_tokens(judge.tokenizer, judge.body.generation_config, ()),
+                limits=ServeLimits(context_tokens=context, response_tokens=min(longest, context - 1)),
+                weights=Weights(judge, engine, "0"),
+                software="",
+            )
+        )
+        LOCAL[model] = (f"{server.url}/v1", server.key)
+
+
+_JUDGE_CONTEXT = 8192
+"""The most tokens of a question to a judge of this process with its answer."""
 
 
 def _reward(kind: str, options: Mapping[str, Any], settings: RewardSettings, schedule: Schedule) -> Any:

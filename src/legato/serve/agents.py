@@ -11,12 +11,11 @@ import concurrent.futures
 import contextlib
 import math
 import secrets
-import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -31,21 +30,15 @@ from legato.rollouts.engine import Limits
 from legato.rollouts.episodes import Runner, Start
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.traces import rollout_of_traces
-from legato.serve.app import application
+from legato.serve.in_thread import CLOSE_SECONDS, LoopThread, ThreadServer
 from legato.serve.limits import ServeLimits
 from legato.serve.recording import Recording
 from legato.serve.served import Served
-from legato.serve.server import allowed_hosts, listen, shared_interpreter, uvicorn_config
 from legato.serve.weights import Weights
 
-_T = TypeVar("_T")
-
-HOST = "127.0.0.1"
 MODEL = "policy"
 """The name of the model for agents."""
 _LOOK_SECONDS = 0.2
-_CANCEL_SECONDS = 5.0
-"""How long attempts may take to end once they are cancelled."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +113,7 @@ class AgentRunner(Runner):
         """Wait for all attempts. After a signal they are given up soon, as other code of the user's is."""
         seconds, option = self._seconds
         # Attempts that are async and block stop the loop that would give them up; then they are given up here.
-        latest = math.inf if seconds is None else time.monotonic() + seconds + 3 * _CANCEL_SECONDS
+        latest = math.inf if seconds is None else time.monotonic() + seconds + 3 * CLOSE_SECONDS
         while True:
             done, _ = concurrent.futures.wait([playing], _LOOK_SECONDS)
             if done:
@@ -228,7 +221,7 @@ async def _play(agent: Agent, attempt: _Attempt, endpoint: Endpoint, limit: tupl
     attempt.fault = f"agent: timed out after {seconds:g} s ({option})"
     playing.cancel()
     # An attempt that goes on regardless is left behind: its requests are refused.
-    await asyncio.wait([playing], timeout=_CANCEL_SECONDS)
+    await asyncio.wait([playing], timeout=CLOSE_SECONDS)
 
 
 async def _attempt(agent: Agent, attempt: _Attempt, endpoint: Endpoint) -> None:
@@ -259,49 +252,13 @@ def _is_reward(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-class LoopThread:
-    """An event loop in a thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Coroutine[Any, Any, _T]) -> "concurrent.futures.Future[_T]":
-        """Run a coroutine in the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
-
-    def close(self) -> None:
-        """Cancel what runs and end the thread. A thread that hangs in code of the user's is left behind."""
-        with contextlib.suppress(Exception):
-            self.submit(self._cancel_all()).result(_CANCEL_SECONDS)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_CANCEL_SECONDS)
-
-    async def _cancel_all(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.wait(others, timeout=_CANCEL_SECONDS) if others else None
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-        finally:
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self.loop.close()
-
-
 class AgentServer:
-    """The endpoint of agents on loopback, in a thread of its own."""
+    """The endpoint of agents on loopback."""
 
     def __init__(self, runner: AgentRunner) -> None:
-        import uvicorn
-
         context = (runner.longest_prompt or 0) + runner.limits.max_response_tokens
         engine = runner.engine
-        self.served = Served(
+        served = Served(
             name=MODEL,
             policy=runner.policy,
             engine=engine,
@@ -311,41 +268,23 @@ class AgentServer:
             weights=Weights(runner.policy, engine, str(engine.version)),
             software="",
         )
-        self.key = secrets.token_urlsafe(24)
         self.recordings: dict[str, Recording] = {}
-        self._listening = listen(HOST, 0)
-        self.port: int = self._listening.getsockname()[1]
-        app = application(self.served, key=self.key, hosts=allowed_hosts(HOST, self.port), recordings=self.recordings)
-        self._server = uvicorn.Server(uvicorn_config(app))
-        self._thread = LoopThread("endpoint of agents")
-        self._serving = self._thread.submit(self._serve())
-
-    async def _serve(self) -> None:
-        with shared_interpreter():
-            await self._server.serve(sockets=[self._listening])
+        self._server = ThreadServer(served, self.recordings)
+        self.close = self._server.close
 
     @contextlib.contextmanager
     def serving(self, recordings: Sequence[Recording]) -> Iterator[list[Endpoint]]:
         """Inside, requests of these episodes are answered; yields their endpoints. Afterwards none reaches the engine."""
         names = [f"{place}-{secrets.token_hex(6)}" for place in range(len(recordings))]
         self.recordings |= dict(zip(names, recordings, strict=True))
+        url, key = self._server.url, self._server.key
         try:
-            yield [
-                Endpoint(base_url=f"http://{HOST}:{self.port}/episodes/{name}/v1", api_key=self.key, model=MODEL)
-                for name in names
-            ]
+            yield [Endpoint(base_url=f"{url}/episodes/{name}/v1", api_key=key, model=MODEL) for name in names]
         finally:
-            self._thread.submit(self._end(recordings)).result()
+            self._server.thread.submit(self._end(recordings)).result()
 
     async def _end(self, recordings: Sequence[Recording]) -> None:
         for recording in recordings:
             recording.ended = True
         self.recordings.clear()
-        await self.served.thread.abort(())
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        with contextlib.suppress(Exception):
-            self._serving.result(_CANCEL_SECONDS)
-        self._listening.close()
-        self._thread.close()
+        await self._server.served.thread.abort(())
