@@ -380,4 +380,7 @@ def test_a_judge_without_an_endpoint_is_loaded_into_the_process(tmp_path: Path) 
     ((answer,),) = plain_engine(policy).generate(
         [request], Sampling(temperature=0), Limits(max_response_tokens=20, end_tokens=(1,))
     )
-    assert isinstance(score, Unscorable) and score.reason == f"judge: the judge gave no score: {' '.join(answer.text.split())!r}"
+    assert (
+        isinstance(score, Unscorable)
+        and score.reason == f"judge: the judge gave no score: {' '.join(answer.text.split())!r}"
+    )

@@ -49,6 +49,7 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
         'max_turn_tokens': {'rule': ('integer', (), {'minimum': 1, 'optional': True}), 'needed': False, 'value': None, 'default': 'absent', 'says': 'The longest turn of the policy in tokens; absent: what rollouts.max_response_tokens leaves.', 'resume': 'flag'},
         'episode_seconds': {'rule': ('number', (), {'above': 0.0, 'optional': True}), 'needed': False, 'value': None, 'default': 'absent', 'says': 'The time of an episode, sampling included; then it ends after the turn. absent: any time.', 'resume': 'flag'},
         'train_on_cut': {'rule': ('flag', (), {}), 'needed': False, 'value': None, 'default': '`false`', 'says': "Whether episodes that a limit of tokens, turns or time cut are trained on. If not, they still count in the baseline of their group. Without an environment the filter 'overlong' decides.", 'resume': 'flag'},
+        'step_separator': {'rule': ('text', (), {'optional': True, 'blank': True}), 'needed': False, 'value': None, 'default': 'absent', 'says': 'Divides a response into steps that end with this text, each with credit of its own, as turns have: a reward may return legato.TurnScores, a number for each step. Only without an environment. absent: it is one step.', 'resume': 'flag'},
     },
     'task.second': {
         'kind': {'rule': ('text', (), {}), 'needed': True, 'value': None, 'default': 'must be given', 'says': 'Where its problems come from; as task.kind.', 'resume': 'flag'},
