@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import adaptive, claims, laboratory, mismatch, moe, recipes, studies
+from benchmarks import adaptive, claims, credit, laboratory, mismatch, moe, recipes, studies
 from benchmarks.gpu import factors, plan_page
 from benchmarks.gpu import page as gpu_page
 from benchmarks.gpu import smollm2 as smollm2_gpu
@@ -49,6 +49,7 @@ def pages() -> dict[str, str]:
         "docs/health.md": rules.document(),
         "docs/experiments/moe.md": moe.experiment_page(moe.load_results()),
         "docs/experiments/adaptive-clip.md": adaptive.experiment_page(adaptive.load_results()),
+        "docs/experiments/credit.md": credit.experiment_page(credit.load_results()),
         **studies.experiment_pages(),
         **studies.figures(),
         "docs/claims.md": claims.page(),

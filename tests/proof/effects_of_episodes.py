@@ -61,6 +61,26 @@ def the_time_of_an_episode(bench: Bench) -> None:
     assert turns(episodes(bench, {**short, "task.episode_seconds": 1e-9})) == 1
 
 
+@effect("task.step_separator")
+def the_steps_of_a_response(bench: Bench) -> None:
+    options = {"algorithm": "turn-gspo", "algorithm.advantage": "turn-return", "rollouts.max_response_tokens": 40}
+    # A number for each step: the longer ones are better.
+    options["reward.kind"] = f"{verdicts.__file__}:lengths_of_steps"
+    report = bench.run({**options, "task.step_separator": "e"}).reports[0]
+    rollouts = [member.rollout for group in report.groups for member in group.members]
+    assert turns(rollouts) > 1
+    for row, rollout in enumerate(rollouts):
+        steps = list((rollout.dialogue or (rollout.text,))[::2])
+        assert "".join(steps) == rollout.text and all(step.endswith("e") for step in steps[:-1])
+        credit = report.tensors["advantages"][row, : len(rollout.tokens)]
+        assert all(len(set(credit[rollout.turn == step].tolist())) == 1 for step in range(len(steps)))
+    assert len(set(report.tensors["advantages"][report.tensors["mask"]].tolist())) > len(rollouts)
+    with pytest.raises(InputError, match="reads turns"):
+        bench.build_run(options)
+    with pytest.raises(InputError, match="expected no environment beside it"):
+        bench.build_run({**GUESS, "task.step_separator": "e"})
+
+
 @effect("task.train_on_cut")
 def whether_cut_episodes_are_trained_on(bench: Bench) -> None:
     # The reward counts digits, so that responses of one group differ; nearly all of them are cut.

@@ -7,6 +7,8 @@ from typing import Any
 import numpy
 import torch
 
+from legato.core.rollout import TurnScores
+
 
 def odd(rollout: Any) -> float:
     """One half of all responses are right, whatever the policy knows."""
@@ -16,6 +18,11 @@ def odd(rollout: Any) -> float:
 def early(rollout: Any) -> float:
     """Tokens of the first half of the vocabulary are good: something to learn in a few updates."""
     return float((rollout.tokens < 40).float().mean())
+
+
+def lengths_of_steps(rollout: Any) -> Any:
+    """A number for each step of a response."""
+    return TurnScores([float((rollout.turn == step).sum()) for step in range(int(rollout.turn.max()) + 1)])
 
 
 def dice(rollout: Any) -> float:

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,26 @@ def test_an_endpoint_that_is_not_there_is_named() -> None:
     judge = JudgeReward(url="http://127.0.0.1:9/v1", model="m", attempts=1, seconds=1.0)
     (verdict,) = judge_all(judge, [rollout("a")])
     assert isinstance(verdict, Unscorable) and "the judge did not answer" in verdict.reason
+
+
+def test_a_judge_may_score_each_turn(endpoint: Endpoint) -> None:
+    judge = JudgeReward(url=endpoint.url, model="m", per="turn")
+    talk = replace(rollout("5"), dialogue=("half", "no:", "5"))
+    endpoint.answers = [lambda text: f"SCORE: {0.25 if text.count('no:') else 0.5}"]
+    first, second = judge_all(judge, [talk, rollout("6")])
+    assert (first.turns, second.turns) == ((0.5, 0.25), (0.5,))  # type: ignore[union-attr]
+    asked = sorted([each["messages"][0]["content"] for each in endpoint.asked], key=len)
+    assert len(asked) == 3 and "half\nno:\n5" in asked[-1] and "no:" not in asked[0] + asked[1]
+    endpoint.answers = [lambda text: "no" if "no:" in text else "SCORE: 1"]
+    (verdict,) = judge_all(judge, [replace(talk, text="7", dialogue=("7", "no:", "8"))])
+    assert isinstance(verdict, Unscorable) and verdict.reason == "the judge gave no score: 'no'"
+
+
+def test_all_questions_that_may_be_in_flight_are(endpoint: Endpoint) -> None:
+    together = threading.Barrier(12)
+    endpoint.answers = [lambda text: (together.wait(20), "SCORE: 1")[1]]
+    judge = JudgeReward(url=endpoint.url, model="m", parallel=12)
+    assert judge_all(judge, [rollout(str(number)) for number in range(12)]) == [{"": 1.0}] * 12
 
 
 @pytest.mark.parametrize(

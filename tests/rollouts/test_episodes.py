@@ -13,7 +13,7 @@ from legato.core.rollout import START_STATE, Author, Problem, Rollout, Routes, S
 from legato.errors import InputError
 from legato.policy.model.tiny import character_tokenizer
 from legato.rollouts.engine import Engine, Finished, Handle, Limits, QueuedEngine, Request, Response
-from legato.rollouts.episodes import Environment, Episode, Reply, Runner, SingleTurn, Start, _ask
+from legato.rollouts.episodes import Environment, Episode, Reply, Runner, SingleTurn, Start, _ask, divide_into_steps
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
@@ -465,3 +465,19 @@ def test_chat_messages_need_a_template() -> None:
     environment = Replying(lambda turn, text, stop: Reply(content=[{"role": "tool", "content": "no"}]))
     with pytest.raises(ValueError, match="expected replies of text"):
         play(make_runner(Speaking("5", "6"), environment))
+
+
+@pytest.mark.parametrize(
+    ("said", "steps", "texts"),
+    [
+        ("ab;c;d", [0, 0, 0, 1, 1, 2, 2], ["ab;", "c;", "d"]),
+        ("ab;c;", [0, 0, 0, 1, 1, 1], ["ab;", "c;"]),
+        ("abc", [0, 0, 0, 0], ["abc"]),
+        (";;", [0, 1, 1], [";", ";"]),
+    ],
+)
+def test_a_response_is_divided_into_steps(said: str, steps: list[int], texts: list[str]) -> None:
+    words = character_tokenizer()
+    tokens = torch.tensor([*words(said, add_special_tokens=False)["input_ids"], words.eos_token_id])
+    divided, parts = divide_into_steps(tokens, words, ";")
+    assert divided.tolist() == steps and parts == texts

@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def loglikelihood(policy: Policy, question: str, choice: str) -> tuple[float, bo
     return float(scores.logprobs[first:].sum()), bool((scores.ranks[first:] == 1).all())
 
 
-def test_an_environment_of_verifiers(url: str, folder: Path) -> None:
+def test_environments_of_verifiers(url: str, folder: Path) -> None:
     printed = run_client(
         str(CLIENTS / "python"),
         str(FOREIGN / "verifiers_client.py"),
@@ -130,6 +131,7 @@ def test_an_environment_of_verifiers(url: str, folder: Path) -> None:
     )
     result: dict[str, Any] = json.loads(printed.splitlines()[-1])
     assert len(result["evaluated"]) == len(result["trained"]) == 4
+    assert result["rounds"] == [[1 + number % 3, 1.5] for number in range(6)]
     policy = chat_policy()
     for each in result["trained"]:
         answer = each["answer"]
@@ -137,3 +139,18 @@ def test_an_environment_of_verifiers(url: str, folder: Path) -> None:
         before = each["prompt"] + answer["token_ids"][: len(answer["token_ids"]) - len(sampled)]
         (scores,) = score_texts(policy, [torch.tensor(before + sampled)], [0.8])
         assert answer["logprobs"] == pytest.approx(scores.logprobs[len(before) - 1 :].tolist(), abs=1e-3)
+
+
+def test_two_environments_of_verifiers_are_trained_on(folder: Path) -> None:
+    # torch and the other packages of Legato come from this environment, verifiers and its packages from its own.
+    path = [str(FOREIGN), str(ROOT / "src"), sysconfig.get_paths()["purelib"]]
+    printed = run_client(
+        str(CLIENTS / "python"), str(FOREIGN / "verifiers_training.py"), str(folder), PYTHONPATH=os.pathsep.join(path)
+    )
+    additions, rounds = json.loads(printed.splitlines()[-1])
+    for each in (additions, rounds):
+        assert each["unscorable"] == 0, each["reasons"]
+        assert each["rows"] == [1] and each["gap"] < 1e-4
+    assert additions["turns"] == [1] and set(additions["rewards"]) <= {0.0, 1.0}
+    assert len(rounds["turns"]) > 1 and rounds["rewards"] == [1.5]
+    assert rounds["dialogue"][1].strip().startswith("user and 0?")

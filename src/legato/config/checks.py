@@ -322,8 +322,14 @@ def _algorithm(case: Case) -> Iterator[str]:
 
 
 def _turns(case: Case) -> Iterator[str]:
-    """Refuse parts that compare turns if there is no environment: every rollout would be a single turn."""
-    if case.config.task.environment is not None:
+    """Refuse parts that compare turns if there is neither an environment nor steps: every rollout would be a single turn."""
+    task = case.config.task
+    if task.environment is not None and task.step_separator is not None:
+        yield (
+            f"{case.describe('task.step_separator')}: expected no environment beside it, whose turns are the steps: drop one"
+            " of the two"
+        )
+    if task.environment is not None or task.step_separator is not None:
         return
     reading = [
         path for path, value in flatten_algorithm(case.algorithm).items() if path.endswith("level") and value == "turn"
@@ -333,7 +339,8 @@ def _turns(case: Case) -> Iterator[str]:
     for path in reading:
         yield (
             f"expected task.environment, got none: {_describe_part(case, path)} reads turns, and without an environment"
-            " every rollout is one turn; name an environment, or take a level or an advantage of whole responses"
+            " every rollout is one turn; name an environment, divide responses with task.step_separator, or take a level or"
+            " an advantage of whole responses"
         )
 
 

@@ -58,7 +58,7 @@ class TrlEnvironment:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        return [schema_of(getattr(self._idle[0] if self._idle else self.factory(), name)) for name in self._names]
+        return [_schema_as_trl(getattr(self._idle[0] if self._idle else self.factory(), name)) for name in self._names]
 
     def episode(self, problem: Problem) -> "TrlEpisode":
         return TrlEpisode(self, problem)
@@ -113,6 +113,17 @@ class TrlEpisode:
                 raise TypeError(f"expected a finite number from get_reward, got {reward!r:.80}")
         self.environment.give_back(self.instance)
         return Reply(reward=None if reward is None else float(reward), done=True)
+
+
+def _schema_as_trl(method: Callable[..., Any]) -> dict[str, Any]:
+    """The schema that TRL's prompt shows, by transformers; ours for a method whose docstring transformers cannot read."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(method)
+    except Exception:  # no docstring, an argument without a description, types it does not know
+        return schema_of(method)
+    return schema
 
 
 def _wait_for(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
     [reward]
     kind = "judge"
-    url = "http://localhost:8000/v1"
+    url = "http://localhost:8000/v1"      absent: `model` is loaded into this process
     model = "judge"
 
 Questions of a step are asked at once, `parallel` at a time; equal questions are asked once, and answers are kept in a file
@@ -17,12 +17,13 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
-from legato.core.parts import Part, integer, number, part, pattern, text
-from legato.core.rollout import Rollout, Unscorable
+from legato.core.parts import Part, choice, integer, number, part, pattern, text
+from legato.core.rollout import Rollout, TurnScores, Unscorable
 from legato.errors import InputError, describe_error
 from legato.rewards.verifiers import Verdict
 
@@ -40,8 +41,18 @@ class JudgeReward(Part):
     batch: ClassVar[bool] = True
     own_limit: ClassVar[bool] = True
 
-    url: str = text(says="The endpoint, up to /v1: http://localhost:8000/v1. `legato serve` is one.")
-    model: str = text(says="The name of the model there.")
+    url: str | None = text(
+        default=None,
+        says="The endpoint, up to /v1: http://localhost:8000/v1. `legato serve` is one; absent: the model is loaded here.",
+        optional=True,
+    )
+    model: str = text(says="The name of the model there; without a url, a folder or a hub name.")
+    per: str = choice(
+        "rollout",
+        "turn",
+        default="rollout",
+        says="'turn': a question for each turn of the policy, with the dialogue up to it as {response}: process scores.",
+    )
     question: str = text(
         default=QUESTION, says="What is asked; {prompt}, {answer} and {response} stand for the texts of a rollout."
     )
@@ -60,29 +71,43 @@ class JudgeReward(Part):
     cache: str | None = text(default=None, says="A file of JSON lines with answers, read and added to.", optional=True)
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise InputError(f"reward 'judge'.url: expected http://... or https://..., got {self.url!r}")
         if "{response}" not in self.question:
             raise InputError("reward 'judge'.question: expected a text with {response}, got none; the judge must see it")
         if re.compile(self.score).groups < 1:
             raise InputError(f"reward 'judge'.score: expected a group in parentheses, got {self.score!r}")
 
-    async def __call__(self, rollouts: Sequence[Rollout]) -> list[Verdict]:
+    async def __call__(self, rollouts: Sequence[Rollout]) -> "list[Verdict | TurnScores]":
         """The verdicts of a step."""
         questions = [self.ask_about(rollout) for rollout in rollouts]
-        answers = await _desk_of(self).answers(list(dict.fromkeys(questions)))
-        return [self.read(answers[question]) for question in questions]
+        answers = await _desk_of(self).answers(list(dict.fromkeys(each for asked in questions for each in asked)))
+        return [self._verdict([self.read(answers[each]) for each in asked]) for asked in questions]
 
-    def ask_about(self, rollout: Rollout) -> str:
-        """The question about a rollout."""
+    def ask_about(self, rollout: Rollout) -> list[str]:
+        """The questions about a rollout: one, or one for each turn of the policy."""
         prompt = rollout.problem.prompt
-        question = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
-        said = rollout.text if rollout.dialogue is None else "\n".join(rollout.dialogue)
-        texts = {"{prompt}": question, "{answer}": str(rollout.problem.answer), "{response}": said}
-        # In one go: a response that spells out {answer} stays as it is.
-        return re.sub(r"\{(?:prompt|answer|response)\}", lambda match: texts[match[0]], self.question)
+        asked = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+        said = (rollout.text,) if rollout.dialogue is None else rollout.dialogue
+        ends = range(1, len(said) + 1, 2) if self.per == "turn" else (len(said),)
+        questions = []
+        for end in ends:
+            response = "\n".join(said[:end])
+            questions.append(self._write({"prompt": asked, "answer": str(rollout.problem.answer), "response": response}))
+        return questions
 
-    def read(self, answer: "str | Unscorable") -> Verdict:
+    def _write(self, texts: Mapping[str, str]) -> str:
+        # In one go: a response that spells out {answer} stays as it is.
+        return re.sub(r"\{(prompt|answer|response)\}", lambda match: texts[match[1]], self.question)
+
+    def _verdict(self, scores: "Sequence[float | Unscorable]") -> "Verdict | TurnScores":
+        """One verdict from the scores of the questions about a rollout."""
+        known = [each for each in scores if not isinstance(each, Unscorable)]
+        if len(known) < len(scores):
+            return next(each for each in scores if isinstance(each, Unscorable))
+        return TurnScores(known) if self.per == "turn" else known[0]
+
+    def read(self, answer: "str | Unscorable") -> "float | Unscorable":
         """The score in an answer."""
         if isinstance(answer, Unscorable):
             return answer
@@ -115,15 +140,12 @@ class _Desk:
 
     async def answers(self, questions: Sequence[str]) -> dict[str, "str | Unscorable"]:
         """The answer to each question."""
-        gate = asyncio.Semaphore(self.judge.parallel)
+        # The pool of asyncio itself has as many threads as the machine has cores and four more.
+        with ThreadPoolExecutor(self.judge.parallel) as pool:
+            answers = await asyncio.gather(*[self._answer(question, pool) for question in questions])
+        return dict(zip(questions, answers, strict=True))
 
-        async def one(question: str) -> "str | Unscorable":
-            async with gate:
-                return await self._answer(question)
-
-        return dict(zip(questions, await asyncio.gather(*map(one, questions)), strict=True))
-
-    async def _answer(self, question: str) -> "str | Unscorable":
+    async def _answer(self, question: str, pool: ThreadPoolExecutor) -> "str | Unscorable":
         judge = self.judge
         key = hashlib.sha256(f"{judge.url}\n{judge.model}\n{question}".encode()).hexdigest()
         if key in self.known:
@@ -134,7 +156,7 @@ class _Desk:
                 return Unscorable(f"the budget of the judge is spent ({judge.budget} questions)")
             self.asked += 1
             try:
-                answer = await asyncio.to_thread(self._post, question)
+                answer = await asyncio.get_running_loop().run_in_executor(pool, self._post, question)
             except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
                 reason = describe_error(error)
                 await asyncio.sleep(min(2.0, 0.1 * 2**attempt))
@@ -153,20 +175,22 @@ class _Desk:
     def _post(self, question: str) -> str:
         judge = self.judge
         body = {
-            "model": judge.model,
+            **({} if judge.url is None else {"model": judge.model}),
             "messages": [{"role": "user", "content": question}],
             "temperature": 0.0,
             "max_tokens": judge.max_tokens,
         }
         headers = {"Content-Type": "application/json"}
-        key = os.environ.get(judge.key_variable)
+        url, key = LOCAL[judge.model] if judge.url is None else (judge.url, os.environ.get(judge.key_variable))
         if key:
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(
-            f"{judge.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers, method="POST"
+            f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers, method="POST"
         )
+        # A proxy of the system would not find a server of this process.
+        opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if judge.url is None else []))
         try:
-            with urllib.request.urlopen(request, timeout=judge.seconds) as response:
+            with opener.open(request, timeout=judge.seconds) as response:
                 answer: Any = json.loads(response.read(_LONGEST_ANSWER))
         except urllib.error.HTTPError as error:
             raise ValueError(f"HTTP {error.code}: {error.read(300).decode(errors='replace')}") from None
@@ -176,6 +200,8 @@ class _Desk:
         return content
 
 
+LOCAL: dict[str, tuple[str, str]] = {}
+"""Address and key of the judges that were loaded into this process, by model. `run` loads them (`serve/in_thread.py`)."""
 _DESKS: dict[JudgeReward, _Desk] = {}
 
 

@@ -133,6 +133,8 @@ def _columns(rollout: Rollout) -> Mapping[str, Any]:
 def _completion(rollout: Rollout) -> str | list[dict[str, str]]:
     """The response as text; as messages where the prompt is messages. An environment's turns are the user's."""
     turns = (rollout.text,) if rollout.dialogue is None else rollout.dialogue
+    if not any(turns[1::2]):
+        turns = ("".join(turns),)  # steps of one response
     if isinstance(rollout.problem.prompt, str):
         return "".join(turns)
     return [{"role": "user" if place % 2 else "assistant", "content": text} for place, text in enumerate(turns)]

@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from legato.core.fields import flag, integer, number
+from legato.core.fields import flag, integer, number, text
 from legato.core.protection import copy_problem, copy_value, settings_restored
 from legato.core.rollout import START_STATE, Author, Message, Problem, Rollout, Routes, Row, StopReason
 from legato.core.settings import settings
@@ -71,6 +71,13 @@ class EpisodeSettings:
         default=False,
         says="Whether episodes that a limit of tokens, turns or time cut are trained on. If not, they still count in the"
         " baseline of their group. Without an environment the filter 'overlong' decides.",
+    )
+    step_separator: str | None = text(
+        default=None,
+        says="Divides a response into steps that end with this text, each with credit of its own, as turns have: a reward"
+        " may return legato.TurnScores, a number for each step. Only without an environment. absent: it is one step.",
+        optional=True,
+        blank=True,
     )
 
 
@@ -245,6 +252,9 @@ class Runner:
         """This runner on another client of its engine, which has the weights already."""
         self._publish_first()
         return replace(self, engine=engine, _published_to=engine)
+
+    def close(self) -> None:
+        """Called when the run has ended."""
 
     def _publish_first(self) -> None:
         if self._published_to is not self.engine:
@@ -602,7 +612,12 @@ class Session:
         """The record of an episode."""
         first = playing.turns[0]
         length = len(first.tokens)
+        separator = self.runner.episodes.step_separator
         if self.max_turns == 1:
+            steps, texts = torch.zeros(length, dtype=torch.int64), [first.text]
+            if separator and isinstance(self.runner.environment, SingleTurn):
+                steps, texts = divide_into_steps(first.tokens, self.runner.rendering.tokenizer, separator)
+            several = len(texts) > 1
             # Most rollouts have a single turn: nothing has to be joined.
             return Rollout(
                 problem=playing.problem,
@@ -615,8 +630,10 @@ class Session:
                 stop=playing.stop or first.stop,
                 temperature=temperature,
                 mask=torch.ones(length, dtype=torch.bool),
-                turn=torch.zeros(length, dtype=torch.int64),
+                turn=steps,
                 author=torch.full((length,), Author.POLICY.value),
+                turn_states=_unique_states(playing.number, len(texts)) if separator else None,
+                dialogue=tuple([each for said in texts for each in (said, "")][:-1]) if several else None,
                 kept_logmass=first.kept_logmass,
                 routes=first.routes,
                 server=first.server,
@@ -640,6 +657,27 @@ class Session:
             earlier=tuple(playing.earlier),
             **{each.name: getattr(row, each.name) for each in fields(Row)},
         )
+
+
+def divide_into_steps(tokens: Tensor, tokenizer: Any, separator: str) -> tuple[Tensor, list[str]]:
+    """The step of each token, [T], and the text of each step. A step ends with the token that completes the separator."""
+    steps, texts = list[int](), [""]
+    for token in tokens.tolist():
+        if separator in texts[-1]:
+            texts.append("")
+        steps.append(len(texts) - 1)
+        texts[-1] += tokenizer.decode([token], skip_special_tokens=True)
+    if len(texts) > 1 and not texts[-1].strip():
+        # What follows the last separator is the end token: it belongs to the step before.
+        rest = texts.pop()
+        texts[-1] += rest
+        steps = [min(step, len(texts) - 1) for step in steps]
+    return torch.tensor(steps), texts
+
+
+def _unique_states(number: int, count: int) -> tuple[int, ...]:
+    """The states of turns that no other episode shares, but for the first."""
+    return (START_STATE, *(seed_of("state", number, turn) for turn in range(1, count)))
 
 
 def _row(playing: _Playing) -> Row:

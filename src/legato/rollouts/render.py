@@ -251,6 +251,14 @@ class Rendering(ChatSettings, SystemPrompt, ToolSettings):
             starts_row=added is None,
         )
 
+    def conversation(self, messages: Sequence[Message]) -> Inserted:
+        """The whole prompt of messages that others wrote. Special tokens that they spell out are text, as in `reply`."""
+        marks = self._marks
+        marked = tuple(map(marks.mark, messages))
+        text = self._render(marked, "messages")
+        tokens, authors = self._tokens_and_authors(text, (), marks)
+        return Inserted(tokens=_ids(tokens), authors=_ids(authors), text="", messages=marked, rendered=text, starts_row=True)
+
     def _render(self, messages: Sequence[Message], where: str = "policy.model") -> str:
         """The text of messages; InputError with the remedy if the template fails, loops or needs too much memory."""
         try:

@@ -7,6 +7,7 @@ The fields are those of OpenEnv's TrainingTrace, version 1. A trace is one compl
     completion_token_ids    what it sampled
     per_token_logps         log-probs of the sampled tokens, of softmax(z / temperature)
     loss_mask               0 at tokens of the completion that are not trained on; absent: all are
+    kept_logmass            not OpenEnv's: the log of the probability that top-p, top-k or min-p left; absent: 0
 
 A prompt that begins with all tokens so far continues the row: what stands between is the environment's. Any other prompt
 starts a new row of the same rollout. `legato serve` answers with these tokens and log-probs (`trace_of_answer`), so that
@@ -19,8 +20,9 @@ from typing import Any
 
 import torch
 
-from legato.core.rollout import Author, Problem, Rollout, Row, StopReason
+from legato.core.rollout import START_STATE, Author, Problem, Rollout, Row, StopReason
 from legato.errors import InputError
+from legato.rollouts.randomness import seed_of
 
 
 def rollout_of_traces(
@@ -33,21 +35,25 @@ def rollout_of_traces(
     version: int = 0,
     stop: StopReason = StopReason.ENVIRONMENT,
     tokenizer: Any = None,
+    turn_texts: Sequence[str] | None = None,
 ) -> Rollout:
     """The rollout of an episode from its traces, a turn each. A single reward is that of the last turn.
 
-    With a tokenizer the rollout has texts, which rewards read.
+    With a tokenizer the rollout has texts, which rewards read; `turn_texts` are those of the turns, where they are known.
     """
     if not traces:
         raise InputError("expected at least one trace of the episode, got none")
     turns = [_read(trace, place) for place, trace in enumerate(traces)]
     rows: list[_Row] = []
-    for number, (prompt, tokens, logprobs, mask) in enumerate(turns):
+    kept = any(trace.get("kept_logmass") is not None for trace in traces)
+    for number, (prompt, tokens, logprobs, mask, logmass) in enumerate(turns):
         if not rows or prompt[: len(rows[-1].whole)] != rows[-1].whole:
-            rows.append(_Row(prompt))
-        rows[-1].add(number, prompt, tokens, logprobs, mask, version)
+            rows.append(_Row(prompt, kept))
+        rows[-1].add(number, prompt, tokens, logprobs, mask, logmass, version)
     *earlier, last = [row.fields() for row in rows]
     texts = _texts(rows, tokenizer)
+    if turn_texts is not None and tokenizer is not None:
+        texts[::2] = turn_texts
     return Rollout(
         problem=problem,
         rollout_id=rollout_id,
@@ -55,7 +61,7 @@ def rollout_of_traces(
         stop=stop,
         temperature=temperature,
         turn_rewards=_rewards(rewards, len(turns)),
-        turn_states=None,
+        turn_states=(START_STATE, *(seed_of("state", rollout_id, turn) for turn in range(1, len(turns)))),
         dialogue=tuple(texts) if tokenizer is not None and len(turns) > 1 else None,
         earlier=tuple([Row(**fields) for fields in earlier]),
         **last,
@@ -79,8 +85,8 @@ def trace_of_answer(answer: Mapping[str, Any], node_id: str = "") -> dict[str, A
         ) from None
 
 
-def _read(trace: Mapping[str, Any], place: int) -> tuple[list[int], list[int], list[float], list[bool]]:
-    """(prompt, tokens, log-probs, mask) of a trace; InputError names it and the field."""
+def _read(trace: Mapping[str, Any], place: int) -> tuple[list[int], list[int], list[float], list[bool], list[float]]:
+    """(prompt, tokens, log-probs, mask, log-mass) of a trace; InputError names it and the field."""
     name = f"trace {trace.get('node_id') or place!r}"
 
     def numbers(field: str) -> list[Any]:
@@ -95,13 +101,17 @@ def _read(trace: Mapping[str, Any], place: int) -> tuple[list[int], list[int], l
             raise InputError(f"expected token ids, at least one, got {values!r:.80} ({name}: {field})")
     logprobs = numbers("per_token_logps")
     mask = [True] * len(tokens) if trace.get("loss_mask") is None else [bool(each) for each in numbers("loss_mask")]
-    for field, count in (("per_token_logps", len(logprobs)), ("loss_mask", len(mask))):
+    kept = [0.0] * len(tokens) if trace.get("kept_logmass") is None else numbers("kept_logmass")
+    for field, count in (("per_token_logps", len(logprobs)), ("loss_mask", len(mask)), ("kept_logmass", len(kept))):
         if count != len(tokens):
             raise InputError(f"expected {len(tokens)} values, one for each sampled token, got {count} ({name}: {field})")
     wrong = [each for each, own in zip(logprobs, mask, strict=True) if own and not _is_logprob(each)]
     if wrong:
         raise InputError(f"expected finite log-probs of at most 0, got {wrong[0]!r:.80} ({name}: per_token_logps)")
-    return prompt, tokens, [float(each) if _is_logprob(each) else 0.0 for each in logprobs], mask
+    wrong = [each for each in kept if not _is_logprob(each)]
+    if wrong:
+        raise InputError(f"expected finite logs of probabilities, got {wrong[0]!r:.80} ({name}: kept_logmass)")
+    return prompt, tokens, [float(each) if _is_logprob(each) else 0.0 for each in logprobs], mask, kept
 
 
 def _is_logprob(value: Any) -> bool:
@@ -121,19 +131,32 @@ def _rewards(rewards: Sequence[float] | float | None, turns: int) -> tuple[float
 class _Row:
     """A row while it grows."""
 
-    def __init__(self, prompt: list[int]) -> None:
-        self.prompt, self.whole = prompt, list(prompt)
+    def __init__(self, prompt: list[int], kept: bool = False) -> None:
+        """`kept`: whether it has `kept_logmass`."""
+        self.prompt, self.whole, self.kept = prompt, list(prompt), kept
         self.logprobs: list[float] = []
+        self.logmass: list[float] = []
         self.version: list[int] = []
         self.mask: list[bool] = []
         self.turn: list[int] = []
         self.author: list[int] = []
+        self.said: list[tuple[list[int], list[int]]] = []
+        """For each turn, what the environment wrote before it, and the turn."""
 
     def add(
-        self, turn: int, prompt: list[int], tokens: list[int], logprobs: list[float], mask: list[bool], version: int
+        self,
+        turn: int,
+        prompt: list[int],
+        tokens: list[int],
+        logprobs: list[float],
+        mask: list[bool],
+        logmass: list[float],
+        version: int,
     ) -> None:
         """Append what the environment wrote since the last turn, and the turn."""
         between = prompt[len(self.whole) :]
+        self.logmass += [0.0] * len(between) + logmass
+        self.said.append((between, tokens))
         self._add(between, [0.0] * len(between), [False] * len(between), -1, -1, Author.TOOL)
         self._add(tokens, logprobs, mask, turn, version, Author.POLICY)
 
@@ -148,7 +171,8 @@ class _Row:
         self.author += [author.value] * len(tokens)
 
     def fields(self) -> dict[str, Any]:
-        return {
+        kept = {"kept_logmass": torch.tensor(self.logmass, dtype=torch.float32)} if self.kept else {}
+        return kept | {
             "prompt_tokens": torch.tensor(self.prompt),
             "tokens": torch.tensor(self.whole[len(self.prompt) :]),
             "sampler_logprobs": torch.tensor(self.logprobs, dtype=torch.float32),
@@ -164,14 +188,9 @@ def _texts(rows: Sequence[_Row], tokenizer: Any) -> list[str]:
     if tokenizer is None:
         return [""]
     texts: list[str] = []
-    for number, row in enumerate(rows):
-        if number:
-            texts.append("")
-        author, tokens = None, list[int]()
-        for who, token in zip([*row.author, None], [*row.whole[len(row.prompt) :], 0], strict=True):
-            if who != author and tokens:
-                texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
-                tokens = []
-            author = who
-            tokens.append(token)
+    for row in rows:
+        for place, (between, tokens) in enumerate(row.said):
+            if texts:
+                texts.append(tokenizer.decode(between, skip_special_tokens=True) if place and between else "")
+            texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
     return texts

@@ -91,7 +91,7 @@ def evaluate(
             policy = target.policy()
         else:
             policy, engine = stack.enter_context(policy_and_engine(target, server))
-        return _evaluate(target, source, chosen, policy, engine, samples, greedy, temperature, with_sets=file is None)
+        return _evaluate(target, source, chosen, policy, engine, samples, greedy, temperature, stack, with_sets=file is None)
 
 
 def _evaluate(
@@ -103,6 +103,7 @@ def _evaluate(
     samples: int,
     greedy: bool,
     temperature: float | None,
+    stack: ExitStack,
     *,
     with_sets: bool,
 ) -> EvaluationResult:
@@ -110,6 +111,7 @@ def _evaluate(
     config = target.resolved.config
     reward = wire.reward_of(config, wire.PythonObjects())
     collector = wire.collector_of(config, policy, source, reward, trains=False, date=target.date, engine=engine)
+    stack.callback(collector.close)
     longest = config.policy.max_prompt_tokens
     chosen = [problem for problem in chosen if len(collector.runner.rendering.prompt(problem)) <= longest]
     if not chosen:

@@ -20,7 +20,7 @@ from legato.core.settings import select
 from legato.core.user_code import CallFailedError, UserCode, is_own
 from legato.core.world import OneProcess, World
 from legato.diagnostics.words import count as counted
-from legato.environments.adapt import adapt_environment
+from legato.environments.adapt import adapt_environment, is_agent
 from legato.environments.tools import tools_of
 from legato.errors import InputError
 from legato.policy.model.load import load_policy
@@ -28,6 +28,7 @@ from legato.policy.model.reference import Reference
 from legato.policy.model.supervised import Example, supervise
 from legato.policy.policy import Policy
 from legato.records.directory import RunDirectory
+from legato.rewards.judge import LOCAL, JudgeReward
 from legato.rewards.scoring import Component, RewardSettings, WeightedSum, check_reward
 from legato.rewards.separate import SeparateReward, check_separate
 from legato.rewards.trl import AsyncTrlReward, Schedule, TrlReward, adapt_trl_reward
@@ -137,7 +138,9 @@ def reward_of(config: Config, objects: PythonObjects) -> WeightedSum:
         only = Component(reward=_reward(reward.kind, reward.options, reward, schedule))
         components = {reward.kind.rpartition(":")[2]: only}
     longest = config.rollouts.max_response_tokens
-    return select(WeightedSum, [reward], components=components, longest_response=longest)
+    weighted = select(WeightedSum, [reward], components=components, longest_response=longest)
+    load_judges(config, weighted)
+    return weighted
 
 
 def _schedule(config: Config) -> Schedule:
@@ -145,6 +148,47 @@ def _schedule(config: Config) -> Schedule:
     return Schedule(
         updates_per_step=training.updates_per_step * training.epochs_per_step, total_updates=training.total_updates
     )
+
+
+def load_judges(config: Config, reward: WeightedSum) -> None:
+    """Load the judges of a reward that have no endpoint, and serve them in this process. Each model is loaded once."""
+    judges = [each.reward for each in reward.components.values() if isinstance(each.reward, JudgeReward)]
+    for model in dict.fromkeys(judge.model for judge in judges if judge.url is None and judge.model not in LOCAL):
+        if find_spec("starlette") is None or find_spec("uvicorn") is None:
+            raise InputError("a judge without a url is served by starlette and uvicorn: pip install 'legato[serve]'")
+        from legato.serve.in_thread import ThreadServer
+        from legato.serve.limits import ServeLimits
+        from legato.serve.served import Served
+        from legato.serve.weights import Weights
+
+        judge = load_policy(model, replace(config.policy, lora=None, frozen=(), upcycle=None), seed=config.training.seed)
+        if not getattr(judge.tokenizer, "chat_template", None):
+            raise InputError(f"expected a judge with a chat template, got {model!r} (reward.model)")
+        judge.model.requires_grad_(False)
+        # Most of the memory belongs to the policy: the judge answers a few questions at a time.
+        share = replace(_engine_options(config, judge, trains=False), mismatch=Mismatch(), record_routes=False)
+        engine = build_engine("local", judge, replace(share, kv_memory_share=share.kv_memory_share / 8))
+        if engine.capabilities.holds_weights:
+            engine.publish(judge.model.named_parameters(), engine.version)
+        longest = max(each.max_tokens for each in judges)
+        context = min(judge.context_length or _JUDGE_CONTEXT, _JUDGE_CONTEXT)
+        server = ThreadServer(
+            Served(
+                name=model,
+                policy=judge,
+                engine=engine,
+                rendering=Rendering(tokenizer=judge.tokenizer),
+                end_tokens=end_tokens(judge.tokenizer, judge.body.generation_config, ()),
+                limits=ServeLimits(context_tokens=context, response_tokens=min(longest, context - 1)),
+                weights=Weights(judge, engine, "0"),
+                software="",
+            )
+        )
+        LOCAL[model] = (f"{server.url}/v1", server.key)
+
+
+_JUDGE_CONTEXT = 8192
+"""The most tokens of a question to a judge of this process with its answer."""
 
 
 def _reward(kind: str, options: Mapping[str, Any], settings: RewardSettings, schedule: Schedule) -> Any:
@@ -220,7 +264,11 @@ def open_journal(collector: Collector, directory: RunDirectory) -> None:
 def runner_of(config: Config, policy: Policy, engine: Engine, date: str | None = None) -> Runner:
     """The runner of episodes on an engine."""
     environment = environment_of(config)
-    return Runner(
+    kind: Callable[..., Runner] = Runner
+    if is_agent(environment):
+        kind = agent_runner(config, policy, environment)
+        environment = SingleTurn()
+    return kind(
         engine=engine,
         rendering=rendering_of(config, policy, date, tools_of(environment)),
         limits=limits_of(config, policy),
@@ -230,6 +278,22 @@ def runner_of(config: Config, policy: Policy, engine: Engine, date: str | None =
         episodes=select(EpisodeSettings, [config.task]),
         longest_prompt=config.policy.max_prompt_tokens,
     )
+
+
+def agent_runner(config: Config, policy: Policy, agent: Any) -> Callable[..., Runner]:
+    """Makes the runner of an agent that owns its loop; InputError for what cannot go with one."""
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        raise InputError("an agent is served by starlette and uvicorn: pip install 'legato[serve]' (task.environment)")
+    rollouts, reason = config.rollouts, "with an agent that owns its loop (task.environment)"
+    if rollouts.ahead:
+        raise InputError(f"expected rollouts.ahead = 0 {reason}, got {rollouts.ahead}; drop it")
+    if rollouts.record_routes is True or config.training.routing_replay == "R3":
+        raise InputError(f"expected no recorded routes {reason}: requests have none; drop rollouts.record_routes and R3")
+    if config.task.system_prompt is not None:
+        raise InputError(f"expected no task.system_prompt {reason}: the agent writes its own messages; put it there")
+    from legato.serve.agents import AgentRunner
+
+    return partial(AgentRunner, agent=agent, policy=policy)
 
 
 def check_context(config: Config, policy: Policy, response_tokens: int, option: str) -> None:
@@ -242,12 +306,14 @@ def check_context(config: Config, policy: Policy, response_tokens: int, option: 
         )
 
 
-def environment_of(config: Config) -> Environment:
-    """The environment; single-turn by default."""
+def environment_of(config: Config) -> Any:
+    """The environment, or the agent that plays by itself; single-turn by default."""
     kind = config.task.environment
     if kind is None:
         return SingleTurn()
     environment: Any = adapt_environment(make("environment", kind, config.task.environment_options))
+    if is_agent(environment):
+        return environment
     with UserCode("the environment", config.task.timeout_seconds, "task.timeout_seconds") as code:
         try:
             complete = code.call(isinstance, environment, Environment)
@@ -255,11 +321,10 @@ def environment_of(config: Config) -> Environment:
             raise InputError(f"expected an environment, got {error} (task.environment = {kind!r})") from error.__cause__
     if not complete:
         raise InputError(
-            f"expected an environment (max_turns, deterministic, episode(problem)), got {type(environment).__name__}"
-            f" (task.environment = {kind!r}); docs/environments.md shows one"
+            f"expected an environment (max_turns, deterministic, episode(problem)) or a function of problem and endpoint,"
+            f" got {type(environment).__name__} (task.environment = {kind!r}); docs/environments.md shows both"
         )
-    checked: Environment = environment
-    return checked
+    return environment
 
 
 def evaluator_of(collector: Collector) -> Evaluator:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,6 +21,7 @@ from legato.serve.generate import generate
 from legato.serve.guard import Guard
 from legato.serve.http import ClientGone, error_response, json_response
 from legato.serve.models import find_model, list_models
+from legato.serve.recording import Recording
 from legato.serve.served import Served
 
 Endpoint = Callable[[Request, Served], Awaitable[Response]]
@@ -53,10 +54,22 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/reload_checkpoint", control.reload_checkpoint),
 )
 """Method, path and endpoint of everything that is answered."""
+RECORDED = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/models")
+"""Paths that agents of a run find below /episodes/NAME."""
 
 
-def application(served: Served, *, key: str, hosts: Sequence[str] | None, follow_seconds: float | None = None) -> Guard:
-    """The web app of a server. With `follow_seconds` it looks for a newer checkpoint that often."""
+def application(
+    served: Served,
+    *,
+    key: str,
+    hosts: Sequence[str] | None,
+    follow_seconds: float | None = None,
+    recordings: Mapping[str, Recording] | None = None,
+) -> Guard:
+    """The web app of a server. With `follow_seconds` it looks for a newer checkpoint that often.
+
+    With `recordings`, the episodes of a run by name, it answers their agents and nobody else.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -69,10 +82,29 @@ def application(served: Served, *, key: str, hosts: Sequence[str] | None, follow
                 following.cancel()
             served.stop()
 
-    routes = [Route(path, _bind(endpoint, served), methods=[method]) for method, path, endpoint in ROUTES]
+    if recordings is None:
+        routes = [Route(path, _bind(endpoint, served), methods=[method]) for method, path, endpoint in ROUTES]
+    else:
+        routes = [
+            Route(f"/episodes/{{episode}}{path}", _bind(_record(endpoint, recordings), served), methods=[method])
+            for method, path, endpoint in ROUTES
+            if path in RECORDED
+        ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _explain_route})
     app.router.redirect_slashes = False
     return Guard(app, key, hosts)
+
+
+def _record(endpoint: Endpoint, recordings: Mapping[str, Recording]) -> Endpoint:
+    """The endpoint for requests of an episode, which are recorded."""
+
+    async def recorded(request: Request, served: Served) -> Response:
+        recording = recordings.get(request.path_params["episode"])
+        if recording is None:
+            raise ApiError(404, "there is no such episode, or it has ended", code="episode_ended")
+        return await endpoint(request, served.recorded_by(recording))
+
+    return recorded
 
 
 def _bind(endpoint: Endpoint, served: Served) -> Callable[[Request], Awaitable[Response]]:

@@ -15,8 +15,10 @@ from legato.serve.generation import Asked, Generation, Sample, Update, fit_respo
 from legato.serve.http import EventStream, json_response, read_body, until_gone
 from legato.serve.logprobs import TokenNames, chat_logprobs, own_only, prompt_logprobs
 from legato.serve.models import check_model
-from legato.serve.prompts import Prompts, read_messages, read_template_arguments
+from legato.serve.prompts import read_messages, read_template_arguments
+from legato.serve.recording import Conversation
 from legato.serve.served import Served
+from legato.serve.tools import message_of, read_tools
 from legato.serve.values import Body
 
 
@@ -37,6 +39,8 @@ class ChatFields:
     """Whether the answer holds token ids."""
     names_as_ids: bool
     """Whether tokens in log-probs are named by their ids."""
+    tools: list[dict[str, Any]]
+    """What the model may call; []: the response is text."""
 
 
 def read_fields(body: Body, served: Served) -> ChatFields:
@@ -45,10 +49,11 @@ def read_fields(body: Body, served: Served) -> ChatFields:
     logprobs, others = body.flag("logprobs"), body.integer("top_logprobs", 0, minimum=0, maximum=most)
     if others and not logprobs:
         raise ApiError(400, "expected top_logprobs only with logprobs = true", param="top_logprobs")
-    for name in ("tools", "functions"):
-        body.only(name, [], advice="there is no tool-call protocol; describe tools in a message and read the text")
-    body.only("tool_choice", "none", "auto", advice="there are no tools")
-    body.only("function_call", "none", "auto", advice="there are no functions")
+    body.only("functions", [], advice="send them as tools")
+    body.only("function_call", "none", "auto", advice="send functions as tools")
+    body.only("tool_choice", "none", "auto", advice="the model decides whether it calls a tool")
+    tools = [] if body.raw("tool_choice") == "none" else read_tools(body)
+    body.ignore("tools")
     body.only("modalities", ["text"], advice="responses are texts")
     for name in ("audio", "prediction", "web_search_options"):
         body.only(name, advice="responses are texts sampled from the model")
@@ -70,6 +75,7 @@ def read_fields(body: Body, served: Served) -> ChatFields:
         usage=read_usage(body, stream),
         token_ids=body.flag("return_token_ids"),
         names_as_ids=body.flag("return_tokens_as_token_ids"),
+        tools=tools,
     )
     if stream and (fields.prompt_logprobs is not None or fields.logprobs):
         raise unsupported(
@@ -87,12 +93,15 @@ async def chat(request: Request, served: Served) -> Response:
     body.refuse_unknown()
     served.check_length("".join(message["content"] for message in messages), "messages")
 
-    def encode(prompts: Prompts) -> list[int]:
-        return prompts.encode_chat(messages, arguments)
-
-    prompt = await served.encode(encode)
+    conversation: Conversation | None = None
+    if served.recording is not None:
+        record = served.recording.converse
+        conversation = await served.encode(lambda prompts: record(prompts, messages, arguments, fields.tools))
+        prompt = conversation.prompt
+    else:
+        prompt = await served.encode(lambda prompts: prompts.encode_chat(messages, arguments, fields.tools))
     max_tokens = fit_response(served, prompt, fields.max_tokens, "messages")
-    answer = _Answer(served, fields, prompt, max_tokens)
+    answer = _Answer(served, fields, prompt, max_tokens, conversation)
     if fields.stream:
         return EventStream(answer.chunks(), answer.generation.close)
     try:
@@ -104,8 +113,17 @@ async def chat(request: Request, served: Served) -> Response:
 class _Answer:
     """The answer to one request, whole or chunk by chunk."""
 
-    def __init__(self, served: Served, fields: ChatFields, prompt: list[int], max_tokens: int) -> None:
+    def __init__(
+        self,
+        served: Served,
+        fields: ChatFields,
+        prompt: list[int],
+        max_tokens: int,
+        conversation: Conversation | None = None,
+    ) -> None:
         self.served, self.fields, self.prompt, self.max_tokens = served, fields, prompt, max_tokens
+        self.conversation = conversation
+        """Of an episode that is recorded; None: nobody records."""
         self.name, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self.names = TokenNames(served.tokenizer)
         sequences = len(fields.asked.seeds)
@@ -136,11 +154,12 @@ class _Answer:
 
     def _choice(self, sample: Sample, scored: Scored) -> dict[str, Any]:
         fields = self.fields
+        message = self._message(sample)
         choice: dict[str, Any] = {
             "index": sample.index,
-            "message": {"role": "assistant", "content": sample.whole_text, "refusal": None},
+            "message": message,
             "logprobs": None,
-            "finish_reason": sample.finish,
+            "finish_reason": "tool_calls" if "tool_calls" in message else sample.finish,
             "stop_reason": sample.stop_reason,
             "weight_versions": version_spans(self.served, sample),
         }
@@ -150,8 +169,34 @@ class _Answer:
             choice["token_ids"] = sample.tokens
         return choice
 
+    def _message(self, sample: Sample) -> dict[str, Any]:
+        """The message of a response, with the calls that it makes if it may call tools."""
+        turn = self.served.read_turn(sample.tokens, sample.whole_text, by_text=isinstance(sample.stop_reason, str))
+        message = message_of(turn, None if self.served.has_channels else sample.whole_text, self.fields.tools)
+        if self.conversation is not None and self.served.recording is not None:
+            self.served.recording.answered(self.conversation, message, turn)
+        return message
+
+    async def _whole_in_chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer in one chunk for each choice: calls are read from whole responses."""
+        whole = await self.whole()
+        head = self._head("chat.completion.chunk")
+        for choice in whole["choices"]:
+            delta = choice.pop("message")
+            for place, call in enumerate(delta.get("tool_calls", ())):
+                call["index"] = place
+            finish = choice.pop("finish_reason")
+            yield {**head, "choices": [{**choice, "delta": delta, "finish_reason": None}]}
+            yield {**head, "choices": [{"index": choice["index"], "delta": {}, "finish_reason": finish}]}
+        if self.fields.usage:
+            yield {**head, "choices": [], "usage": whole["usage"], "system_fingerprint": whole["system_fingerprint"]}
+
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer in chunks. The first of each choice names the role."""
+        if self.fields.tools or self.conversation is not None:
+            async for chunk in self._whole_in_chunks():
+                yield chunk
+            return
         self.generation.add(self.prompt, self.fields.asked, self.max_tokens)
         head = self._head("chat.completion.chunk")
         for sample in self.generation.samples:

@@ -94,6 +94,8 @@ async def _read_prompt(prompt: Any, served: Served, add: bool, parse: bool) -> l
     served.check_length(prompt, "prompt")
 
     def encode(prompts: Prompts) -> list[int]:
+        if served.recording is not None:
+            return served.recording.encode_text(prompts, prompt, add, parse)
         return prompts.encode_text(prompt, add_special_tokens=add, parse_special_tokens=parse, param="prompt")
 
     return await served.encode(encode)
@@ -106,9 +108,8 @@ async def complete(request: Request, served: Served) -> Response:
     fields = read_fields(body, served)
     prompts = await read_prompts(body, served)
     body.refuse_unknown()
-    for prompt in prompts:
-        fit_response(served, prompt, fields.max_tokens, "prompt")
-    answer = _Answer(served, fields, prompts)
+    fitting = [fit_response(served, prompt, fields.max_tokens, "prompt") for prompt in prompts]
+    answer = _Answer(served, fields, prompts, fitting)
     if fields.stream:
         return EventStream(answer.chunks(), answer.generation.close)
     try:
@@ -120,8 +121,9 @@ async def complete(request: Request, served: Served) -> Response:
 class _Answer:
     """The answer to one request, whole or chunk by chunk."""
 
-    def __init__(self, served: Served, fields: CompletionFields, prompts: list[list[int]]) -> None:
-        self.served, self.fields, self.prompts = served, fields, prompts
+    def __init__(self, served: Served, fields: CompletionFields, prompts: list[list[int]], fitting: list[int]) -> None:
+        """`fitting`: the most tokens of a response to each prompt."""
+        self.served, self.fields, self.prompts, self.fitting = served, fields, prompts, fitting
         name = f"cmpl-{uuid.uuid4().hex}"
         self.head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": served.name}
         self.names = TokenNames(served.tokenizer)
@@ -129,8 +131,8 @@ class _Answer:
         self.generation = Generation(served, sequences=sequences, streams=fields.stream, name=name)
 
     def _start(self) -> None:
-        for prompt in self.prompts:
-            self.generation.add(prompt, self.fields.asked, self.fields.max_tokens)
+        for prompt, most in zip(self.prompts, self.fitting, strict=True):
+            self.generation.add(prompt, self.fields.asked, most)
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer."""

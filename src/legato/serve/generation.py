@@ -17,7 +17,7 @@ from legato.rollouts.engine import Limits, Request
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.sampling import HIGHEST_TEMPERATURE, Sampling
 from legato.serve.engine_thread import Aborted, Complete, Event, Failed, NewTokens, Work
-from legato.serve.errors import ApiError, bad_value, context_exceeded
+from legato.serve.errors import ApiError, bad_value, context_exceeded, unsupported
 from legato.serve.served import Served
 from legato.serve.text import TextStream
 from legato.serve.values import INT64, Body, token_ids
@@ -79,11 +79,17 @@ def read_asked(body: Body, served: Served) -> Asked:
     for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
         body.only(name, advice="responses are sampled without a grammar")
     body.ignore("spaces_between_special_tokens", "detokenize", "flat_logprobs", "output_kind", "stream_interval")
+    first = secrets.randbits(62) if seed is None else seed
+    if served.recording is not None:
+        # The run that trains decides how is sampled; its log-probs are of that distribution.
+        sampling, first = served.recording.sampling, served.recording.next_seed()
+        if sampling.truncates and (body.raw("stop") or body.raw("stop_token_ids")):
+            raise unsupported("stop", "the run samples with top-p, top-k or min-p, which need whole responses")
     ignore_end = body.flag("ignore_eos")
     stop_ids = token_ids(body.items("stop_token_ids", most=limits.stops), served.vocabulary, body.path("stop_token_ids"))
     return Asked(
         sampling=sampling,
-        seeds=derive_seeds(secrets.randbits(62) if seed is None else seed, count),
+        seeds=derive_seeds(first, count),
         stops=_read_stops(body, served),
         stop_ids=frozenset() if ignore_end else frozenset(stop_ids) - set(served.end_tokens),
         end_ids=tuple(dict.fromkeys(stop_ids)) if ignore_end else served.end_tokens,
@@ -116,6 +122,10 @@ def read_max_tokens(body: Body, names: Sequence[str], default: int | None, *, ze
 def fit_response(served: Served, prompt: Sequence[int], wanted: int | None, param: str) -> int:
     """The most tokens of a response to a prompt; ApiError if both do not fit in the context."""
     room = served.limits.context_tokens - len(prompt)
+    if served.recording is not None:
+        # Agents ask for more than a run allows as a matter of course: they get what is left.
+        left = min(room, served.recording.room(prompt, param))
+        wanted = left if wanted is None else min(wanted, max(1, left))
     tokens = min(room, served.limits.response_tokens) if wanted is None else wanted
     if room < 1 or tokens > room:
         raise context_exceeded(param, len(prompt) + max(1, tokens), served.limits.context_tokens)
@@ -240,6 +250,8 @@ class Generation:
             samples = self._works[id(work)][1]
             if all(sample.finish is not None for sample in samples):
                 del self._works[id(work)]
+                if self.served.recording is not None:
+                    self.served.recording.add(samples)
                 if any(sample.stop_reason is not None for sample in samples):
                     self.served.thread.cancel(work)  # the engine may still be writing
 

@@ -15,6 +15,7 @@ from typing import Any
 from legato.errors import InputError
 from legato.rollouts.render import ChatSettings, Rendering, TemplateError
 from legato.serve.errors import ApiError, bad_value
+from legato.serve.tools import read_calls
 from legato.serve.values import Body
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -44,7 +45,12 @@ class Prompts:
             raise ApiError(400, f"expected a prompt of at least one token, got none ({param})", param=param)
         return tokens
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """The tokens of chat messages up to the first token of the answer. `arguments` are for the chat template."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, "this model has no chat template; send the text to /v1/completions", param="messages")
@@ -53,6 +59,7 @@ class Prompts:
             self.rendering,
             chat="always",
             chat_template_kwargs={**self.rendering.chat_template_kwargs, **self._mark(arguments, opening, closing)},
+            tools=tuple([self._mark(each, opening, closing) for each in tools]),
         )
         try:
             rendered = rendering.render_messages([self._mark(each, opening, closing) for each in messages])
@@ -120,10 +127,13 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
     role = fields.raw("role")
     if role not in ROLES:
         raise bad_value(f"{where}.role", f"one of {', '.join(ROLES)}", role)
-    for name in ("tool_calls", "function_call", "audio"):
-        fields.only(name, [], advice="messages are texts; write a call as the text that the model wrote")
+    for name in ("function_call", "audio"):
+        fields.only(name, [], advice="messages are texts and tool_calls")
     content = _read_content(fields.raw("content"), f"{where}.content")
-    read = {"role": role, "content": content}
+    read: dict[str, Any] = {"role": role, "content": content}
+    calls = read_calls(fields)
+    if calls:
+        read["tool_calls"] = calls
     for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         value = fields.text(name, longest=10**7)
         if value is not None:

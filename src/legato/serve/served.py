@@ -5,7 +5,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,10 +15,12 @@ from legato.policy.policy import Policy
 from legato.rollouts.engine import Engine
 from legato.rollouts.render import Rendering
 from legato.rollouts.scoring import TOKENS_AT_ONCE, TextScores, score_texts
+from legato.rollouts.tool_calls import Turn
 from legato.serve.engine_thread import EngineThread
 from legato.serve.errors import ApiError
 from legato.serve.limits import ServeLimits
 from legato.serve.prompts import Prompts
+from legato.serve.recording import Recording
 from legato.serve.weights import Weights
 
 _Result = TypeVar("_Result")
@@ -78,8 +80,17 @@ class Served:
         self.prompts = Prompts(rendering)
         # Decoding happens in the event loop, beside the thread that encodes and the thread of the engine.
         self.tokenizer: Any = copy.deepcopy(policy.tokenizer)
+        self._reading = replace(rendering, tokenizer=self.tokenizer)
+        self.recording: Recording | None = None
+        """The episode whose requests these are; None: requests of any client, which nobody records."""
         self._texts = ThreadPoolExecutor(1, "texts")
         self._files = ThreadPoolExecutor(1, "files")
+
+    def recorded_by(self, recording: Recording) -> "Served":
+        """The same server for the requests of one episode."""
+        view = copy.copy(self)
+        view.recording = recording
+        return view
 
     def start(self) -> None:
         """Start the engine's thread; called in the event loop that will serve."""
@@ -90,6 +101,18 @@ class Served:
         self.thread.stop()
         self._texts.shutdown(wait=False, cancel_futures=True)
         self._files.shutdown(wait=False, cancel_futures=True)
+
+    def read_turn(self, tokens: Sequence[int], text: str, *, by_text: bool) -> Turn:
+        """A response as its chat template means it: text, reasoning and calls. `by_text`: a stop string cut its tokens."""
+        if by_text:
+            return self._reading.tool_calls.read(text)
+        ended = bool(tokens) and tokens[-1] in self.end_tokens
+        return self._reading.read_turn(torch.tensor(tokens), text, ended=ended)
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether the answer is one of several channels of a response (gpt-oss), which its whole text runs together."""
+        return self._reading.tool_calls.name == "harmony"
 
     def check_length(self, text: str, param: str) -> None:
         """ApiError for a text that is far too long: encoding a book to refuse it would take seconds."""

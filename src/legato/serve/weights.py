@@ -62,7 +62,7 @@ class Weights:
     @property
     def name(self) -> str:
         """The name of the version that samples now."""
-        return self.names[self.engine.version]
+        return self.names.get(self.engine.version, str(self.engine.version))
 
     def spans(self, versions: list[int]) -> list[Span]:
         """The version of each token as spans."""

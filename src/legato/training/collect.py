@@ -222,7 +222,9 @@ class Collector:
         pass
 
     def close(self) -> None:
-        pass
+        self.runner.close()
+        if self.evaluation is not None:
+            self.evaluation.close()
 
     def _draw(self, tally: Tally) -> Start:
         """The next problem that may be trained on, with the seeds and ids of its episodes."""
