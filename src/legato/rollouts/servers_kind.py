@@ -9,15 +9,19 @@ from legato.rollouts.servers.dialects.own import Own
 from legato.rollouts.servers.dialects.sglang import Sglang
 from legato.rollouts.servers.dialects.vllm import Vllm
 from legato.rollouts.servers.fleet import Fleet
+from legato.rollouts.servers.follower import Follower
 
 
 def _fleet(policy: Policy, options: EngineOptions, dialect: Dialect) -> Engine:
+    if options.world.rank > 0:
+        return Follower(policy, dialect, options.world)
     return Fleet(
         policy,
         dialect,
         options.servers,
         rows_at_once=options.rows_at_once,
         context_tokens=options.context_tokens,
+        world=options.world,
     )
 
 

@@ -269,11 +269,8 @@ def _engines(config: Config, policy: Policy, *, trains: bool, world: World | Non
     world = world or OneProcess()
     copied, name = divides_layers(config, world), config.rollouts.engine
     if world.size > 1 and is_remote(name):
-        raise InputError(
-            f"expected one process with rollouts.engine = {name!r}, got {world.size}: servers are fed by one trainer; start"
-            " the run without torchrun, or use rollouts.engine=local"
-        )
-    options = replace(_engine_options(config, policy, trains=trains, ranks=world.size), copied=copied)
+        _check_servers_of_ranks(config, world)
+    options = replace(_engine_options(config, policy, trains=trains, ranks=world.size), copied=copied, world=world)
     if options.mismatch.kind == "none":
         engine = build_engine(name, policy, options)
         evaluator = None
@@ -295,6 +292,21 @@ def _engines(config: Config, policy: Policy, *, trains: bool, world: World | Non
             f" (rollouts.engine = {name!r}); use training.shard=optimizer"
         )
     return engine, evaluator
+
+
+def _check_servers_of_ranks(config: Config, world: World) -> None:
+    """InputError if several ranks cannot train with these servers."""
+    pause, deadline = config.rollouts.servers.pause_seconds, config.training.rank_deadline_seconds
+    if pause >= deadline:
+        raise InputError(
+            f"expected rollouts.servers.pause_seconds below training.rank_deadline_seconds = {deadline:g} with {world.size}"
+            f" processes, got {pause:g}: the others would take a pause for a rank that hangs; lower it"
+        )
+    if divides_layers(config, world) and config.policy.lora is not None:
+        raise InputError(
+            "expected training.shard = 'optimizer' for adapters (policy.lora) that servers sample with, got 'layers'"
+            f" (rollouts.engine = {config.rollouts.engine!r}); use training.shard=optimizer"
+        )
 
 
 def sampling_engine(config: Config, policy: Policy) -> Engine:
@@ -584,7 +596,9 @@ def _divide_layers(policy: Policy, reference: Reference | None, collector: Colle
         divide_layers(reference.policy, world)
     for runner in (collector.runner, collector.evaluation):
         if runner is not None:
-            runner.weights = partial(gather_weights, policy)
+            # Servers get whole models; a copy in this process has the weights that are not trained already.
+            only_trained = not runner.engine.capabilities.first_rank_only
+            runner.weights = partial(gather_weights, policy, trained=only_trained)
     return Layered(policy.parameters(), world, is_half=is_half)
 
 

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from legato.core.user_code import RUN, StopRequestedError
+from legato.core.world import OneProcess, World
 from legato.errors import InputError, shorten
 from legato.policy.policy import Policy
 from legato.rollouts.engine import (
@@ -49,12 +50,13 @@ from legato.rollouts.servers.dialect import UNKNOWN_VERSION, Ask
 from legato.rollouts.servers.dialects.base import Dialect, Reading, ServerFacts, StartPlan
 from legato.rollouts.servers.errors import BusyError, RefusedError, ServerError
 from legato.rollouts.servers.folders import WeightFolders
+from legato.rollouts.servers.follower import Scorer
 from legato.rollouts.servers.http import HttpClient
 from legato.rollouts.servers.member import Attempt, Counts, Server, State, Ticket
 from legato.rollouts.servers.probe import Probe, ProbeReply
 from legato.rollouts.servers.settings import ServerSettings
 from legato.rollouts.servers.spread import Spread
-from legato.rollouts.servers.started import StartedServer, free_port
+from legato.rollouts.servers.started import StartedServer, free_port, unused_devices
 from legato.rollouts.servers.transport import Threads, Transport
 
 KEY_VARIABLE = "LEGATO_SERVER_KEY"
@@ -102,14 +104,21 @@ class Fleet(JobEngine):
         context_tokens: int = 0,
         transport: Transport | None = None,
         seed: int | None = None,
+        world: World | None = None,
     ) -> None:
-        """`context_tokens`: the most tokens of a prompt with its response. `seed`: of pauses, for tests."""
+        """`context_tokens`: the most tokens of a prompt with its response. `seed`: of pauses, for tests.
+
+        `world`: the ranks that train. The others have a `Follower`.
+        """
         super().__init__()
         self.policy, self.dialect, self.settings = policy, dialect, settings
         self.rows_at_once, self.context_tokens = rows_at_once, context_tokens
         self.name = dialect.name
         # One lock guards everything, and `poll` gives it up while it waits.
-        self.capabilities = Capabilities(truncation=dialect.truncation, holds_weights=True, concurrent=True)
+        self.capabilities = Capabilities(
+            truncation=dialect.truncation, holds_weights=True, concurrent=True, first_rank_only=True
+        )
+        self._scorer = Scorer(policy, OneProcess() if world is None else world)
         self.transport: Transport = Threads() if transport is None else transport
         self.lora = hasattr(policy.model, "disable_adapter")
         self.servers: list[Server] = []
@@ -221,16 +230,18 @@ class Fleet(JobEngine):
             root = place.folder / "weights" if chosen is None else Path(chosen).expanduser() / self._token
             root = root.absolute()
             self._folders = WeightFolders(self.policy, root, untied=self.dialect.reads_untied)
-            self._probe = Probe(self.policy, self.settings.probe_tolerance, self._folders.dtype)
-            if self.settings.start:
+            self._probe = Probe(self.policy, self.settings.probe_tolerance, self._folders.dtype, self._scorer)
+            # Divided layers are gathered by all ranks, which come together when weights are published.
+            if self.settings.start and not self.policy.divided:
                 self._start_servers(place)
 
-    def _start_servers(self, place: EnginePlace) -> None:
+    def _start_servers(self, place: EnginePlace, written: Path | None = None) -> None:
+        """Start the servers, on the folder that was written or on the policy's weights."""
         assert self._folders is not None
         # `legato serve` of a model folder takes whole weights alone.
         as_adapters = self.lora and self.settings.lora != "merged" and self.dialect.name != "legato"
         self._base = self._folders.write_base() if as_adapters else None
-        model = self._base or self._folders.write(self.policy.model.named_parameters(), self.version)
+        model = self._base or written or self._folders.write(self.policy.model.named_parameters(), self.version)
         rank = max((max(each.r.values()) for each in _lora_layers(self.policy.model)), default=0) if as_adapters else 0
         plan = StartPlan(
             python=self.settings.python or sys.executable,
@@ -244,7 +255,8 @@ class Fleet(JobEngine):
             device=self.policy.device.type,
             arguments=self.settings.arguments,
         )
-        devices, count = self.settings.devices, self.settings.start
+        count = self.settings.start
+        devices = self.settings.devices or (unused_devices(count) if self.policy.device.type == "cuda" else ())
         place.say(f"starting {count} {self.dialect.name} server{'s' if count > 1 else ''}; logs in {place.folder}")
         for number in range(count):
             port = free_port()
@@ -335,9 +347,15 @@ class Fleet(JobEngine):
             # After the folder is whole: a server that comes back meanwhile reads both in its own thread.
             self._folder, self.version = folder, version
             self._published = Published(version, folder, self._new_name(version))
-            self._probe.score()
-            servers = [server for server in self.servers if server.state in (State.UP, State.SUSPECT)]
-            self._judge_all(servers, self._at_all(servers, self._load))
+            if self.settings.start and not self.servers:
+                assert self.place is not None
+                self._start_servers(self.place, folder)
+            try:
+                self._probe.score()
+                servers = [server for server in self.servers if server.state in (State.UP, State.SUSPECT)]
+                self._judge_all(servers, self._at_all(servers, self._load))
+            finally:
+                self._scorer.finish()
             self._publish_seconds += self.transport.now() - began
 
     def _load(self, server: Server) -> ProbeReply:

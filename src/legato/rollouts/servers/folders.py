@@ -6,7 +6,7 @@ LoRA a folder holds the adapters, as peft saves them, or weights into which they
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class WeightFolders:
         if adapters:
             self.policy.model.save_pretrained(partial)
         else:
-            self._write_model(dict(self._merged() if self.lora else weights), partial)
+            self._write_model(self._merged() if self.lora else weights, partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         self._prune(folder)
@@ -54,14 +54,15 @@ class WeightFolders:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             named = self._base.named_parameters()
-            self._write_model({_plain_name(name): weight for name, weight in named if ".lora_" not in name}, partial)
+            self._write_model(((_plain_name(name), weight) for name, weight in named if ".lora_" not in name), partial)
             partial.rename(folder)
         return folder
 
-    def _write_model(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+    def _write_model(self, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+        # One after the other: divided layers are gathered as they are taken.
         held = {
             name: tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-            for name, tensor in weights.items()
+            for name, tensor in weights
         }
         # Under peft the base model's own state_dict has the names of its wrappers: names and tensors are given.
         self._base.save_pretrained(folder, state_dict=dict(held))
