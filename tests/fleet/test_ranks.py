@@ -1,136 +1,176 @@
-"""Several ranks beside servers: the first asks for all, the others get its rollouts and help where layers are divided."""
+"""Several ranks over the same servers: each asks for its share; rank 0 alone publishes and brings servers back."""
 
-import os
+import json
 import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from legato.config.load import load
 from legato.core.world import OneProcess
 from legato.errors import InputError
-from legato.rollouts.engine import Request
+from legato.rollouts.engine import EnginePlace, Limits, Request
 from legato.rollouts.sampling import Sampling
-from legato.rollouts.servers.dialects.base import StartPlan
+from legato.rollouts.servers import fleet as fleets
 from legato.rollouts.servers.dialects.own import Own
-from legato.rollouts.servers.follower import Follower, Scorer
-from legato.rollouts.servers.started import StartedServer, unused_devices
-from legato.run.wire import _check_servers_of_ranks
-from legato.training.ranks.exchange import count_samplers, places_of
-from tests.fleet.test_folders import policy_of
-from tests.fleet.test_started import LIMITS, until
-from tests.serve.running import plain_engine
+from legato.rollouts.servers.fleet import Fleet
+from legato.rollouts.servers.settings import ServerSettings
+from tests.fleet.serving import servers
+from tests.serve.faults import FaultPlan
+from tests.serve.running import chat_policy, plain_engine
+
+LIMITS = Limits(max_response_tokens=5, end_tokens=(1,))
+RANKS = 2
+LOAD = "/collective_rpc"
 
 
-class TwoRanks(OneProcess):
-    """One of two ranks in two threads; `gather` is all that they need."""
-
-    size = 2
-
-    def __init__(self, rank: int, meeting: threading.Barrier, table: list[Any]) -> None:
-        self.rank, self._meeting, self._table = rank, meeting, table
-
-    def gather(self, value: Any) -> list[Any]:
-        self._table[self.rank] = value
-        self._meeting.wait(10)
-        told = list(self._table)
-        self._meeting.wait(10)
-        return told
+@dataclass
+class _Meeting:
+    barrier: threading.Barrier
+    values: list[Any] = field(default_factory=lambda: [None] * RANKS)
 
 
-def two_ranks() -> list[TwoRanks]:
-    meeting, table = threading.Barrier(2), [None, None]
-    return [TwoRanks(rank, meeting, table) for rank in range(2)]
+class ThreadRank(OneProcess):
+    """A rank that is a thread of this process."""
+
+    size = RANKS
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank, self.meeting = rank, meeting
+
+    def _exchange(self, value: Any) -> list[Any]:
+        self.meeting.values[self.rank] = value
+        self.meeting.barrier.wait(30)
+        values = list(self.meeting.values)
+        self.meeting.barrier.wait(30)
+        return values
+
+    def gather(self, value: Any) -> Sequence[Any]:
+        return self._exchange(json.loads(json.dumps(value)))
+
+    def gather_tensors(self, value: Any, tensors: Sequence[Tensor]) -> Sequence[tuple[Any, Sequence[Tensor]]]:
+        return self._exchange((json.loads(json.dumps(value)), [tensor.clone() for tensor in tensors]))
 
 
-@pytest.mark.parametrize(("samplers", "first"), [(1, 0), (1, 5), (3, 0), (3, 4)])
-def test_every_start_is_sampled_by_one_rank(samplers: int, first: int) -> None:
-    places = [list(places_of(rank, samplers, 7, first)) for rank in range(3)]
-    assert sorted(place for each in places for place in each) == list(range(7))
-    assert [bool(each) for each in places] == [rank < samplers for rank in range(3)]
+@dataclass
+class Ranks:
+    """The fleets of all ranks, with their policies, and the servers that they ask."""
+
+    fleets: list[Fleet]
+    policies: list[Any]
+    plans: list[FaultPlan]
+    said: list[str]
+
+    def together(self, function: Callable[[int], Any]) -> list[Any]:
+        """What a function of the rank returns, called by all at once."""
+        with ThreadPoolExecutor(RANKS) as pool:
+            return [each.result(60) for each in [pool.submit(function, rank) for rank in range(RANKS)]]
+
+    def publish(self, version: int) -> None:
+        self.together(lambda rank: self.fleets[rank].publish(self.policies[rank].model.named_parameters(), version))
+
+    def move(self) -> None:
+        """An update: all ranks have the same new weights."""
+        with torch.no_grad():
+            for policy in self.policies:
+                for weight in policy.model.parameters():
+                    weight.mul_(1.1)
+
+    def sample(self, rank: int, seeds: Sequence[int]) -> list[list[int]]:
+        request = Request(prompt=torch.tensor([5, 6, 7]), seeds=tuple(seeds))
+        return [each.tokens.tolist() for each in self.fleets[rank].generate([request], Sampling(), LIMITS)[0]]
+
+    def expected(self, seeds: Sequence[int]) -> list[list[int]]:
+        request = Request(prompt=torch.tensor([5, 6, 7]), seeds=tuple(seeds))
+        return [each.tokens.tolist() for each in plain_engine(self.policies[0]).generate([request], Sampling(), LIMITS)[0]]
+
+    def loads(self) -> list[int]:
+        """How often each server was given weights."""
+        return [sum(path == LOAD for path, _ in plan.requests) for plan in self.plans]
 
 
-def test_the_first_rank_alone_asks_servers(tmp_path: Path) -> None:
-    policy = policy_of()
-    follower = Follower(policy, Own(), two_ranks()[1])
-    assert count_samplers(follower, two_ranks()[1]) == 1 and count_samplers(plain_engine(policy), two_ranks()[1]) == 2
-    assert follower.submit([], Sampling(), LIMITS) == follower.poll() == []
-    with pytest.raises(RuntimeError, match="the first rank asks"):
-        follower.submit([Request(prompt=torch.tensor([3]), seeds=(1,))], Sampling(), LIMITS)
+@contextmanager
+def ranks_at_servers(folder: Path, count: int = 2, **options: Any) -> Iterator[Ranks]:
+    policies = [chat_policy(3) for _ in range(RANKS)]
+    meeting, said = _Meeting(threading.Barrier(RANKS)), list[str]()
+    with servers([chat_policy(4 + number) for number in range(count)]) as (started, plans):
+        settings = ServerSettings(urls=tuple(server.url for server in started), **{"request_seconds": 20.0, **options})
+
+        def make(rank: int) -> Fleet:
+            world = ThreadRank(rank, meeting)
+            fleet = Fleet(policies[rank], Own(), settings, rows_at_once=8, context_tokens=64, seed=rank, world=world)
+            fleet.open(EnginePlace(folder=folder, say=said.append if rank == 0 else lambda text: None))
+            return fleet
+
+        with ThreadPoolExecutor(RANKS) as pool:
+            made = [each.result(60) for each in [pool.submit(make, rank) for rank in range(RANKS)]]
+        try:
+            yield Ranks(made, policies, plans, said)
+        finally:
+            for fleet in made:
+                fleet.close()
 
 
-def test_ranks_with_divided_layers_score_and_gather_together() -> None:
-    """A follower takes every weight and runs as many forward passes as the first rank, then goes on."""
-    policies = [policy_of() for _ in range(2)]
-    passes = [0, 0]
-    for rank, policy in enumerate(policies):
-        policy.divided = True
-
-        def count(*_: object, rank: int = rank) -> None:
-            passes[rank] += 1
-
-        policy.model.get_input_embeddings().register_forward_hook(count)
-    first, second = two_ranks()
-    follower, taken = Follower(policies[1], Own(), second), []
-    weights = ((name, taken.append(name)) for name in ("a", "b"))
-    thread = threading.Thread(target=follower.publish, args=(weights, 7))
-    thread.start()
-    scorer, texts = Scorer(policies[0], first), [torch.tensor([5, 6, 7]), torch.tensor([8, 9])]
-    scores = [each.logprobs for each in scorer.score(texts)]
-    scorer.score(texts[:1], [0.7])
-    scorer.finish()
-    thread.join(10)
-    assert taken == ["a", "b"] and passes[0] == passes[1] == 2 and follower.version == 7
-    alone = [each.logprobs for each in Scorer(policies[1], OneProcess()).score(texts)]
-    assert all(torch.equal(one, two) for one, two in zip(scores, alone, strict=True))
+def test_every_rank_samples_its_share_and_weights_are_published_once(tmp_path: Path) -> None:
+    with ranks_at_servers(tmp_path) as ranks:
+        ranks.publish(0)
+        assert ranks.loads() == [1, 1]
+        shares = [range(6), range(6, 12)]
+        assert ranks.together(lambda rank: ranks.sample(rank, shares[rank])) == [ranks.expected(share) for share in shares]
+        ranks.move()
+        ranks.publish(1)
+        assert ranks.loads() == [2, 2]
+        assert ranks.together(lambda rank: ranks.sample(rank, shares[rank])) == [ranks.expected(share) for share in shares]
+        assert [fleet.rows_at_once for fleet in ranks.fleets] == [4, 4], "both ranks together keep to rows_at_once"
+        first, second = ranks.together(lambda rank: ranks.fleets[rank].metrics())
+        assert first.keys() == second.keys() and first["servers/answering"] == second["servers/answering"] == 2
+        tokens = [sum(each[f"servers/{number}/tokens"] for number in range(2)) for each in (first, second)]
+        assert tokens[0] == tokens[1] > 20 and first["servers/drops"] == 0
 
 
-@pytest.mark.parametrize(
-    ("visible", "ranks", "servers", "expected"),
-    [
-        ("0,1,2,3", "2", 2, ["2", "3"]),
-        ("4,5,6,7", "1", 1, ["5,6,7"]),
-        ("0,1,2,3,4,5,6,7", "4", 2, ["4,5", "6,7"]),
-        ("0,1,2", "2", 4, ["2"]),
-        ("0,1", "2", 1, []),
-    ],
-)
-def test_servers_get_the_gpus_that_no_rank_trains_on(
-    monkeypatch: pytest.MonkeyPatch, visible: str, ranks: str, servers: int, expected: list[str]
+def test_weights_that_a_server_does_not_take_end_all_ranks(tmp_path: Path) -> None:
+    with ranks_at_servers(tmp_path) as ranks:
+        ranks.publish(0)
+        ranks.plans[1].add("stale", times=100)
+        ranks.move()
+        ranks.publish(1)
+        for rank in range(RANKS):
+            with pytest.raises(InputError, match="the server did not take the weights"):
+                ranks.sample(rank, range(2))
+
+
+@pytest.mark.slow
+def test_a_server_that_loads_nothing_is_dropped_by_all_ranks_and_comes_back(tmp_path: Path) -> None:
+    with ranks_at_servers(tmp_path) as ranks:
+        ranks.publish(0)
+        ranks.plans[1].add("status", times=2, path=LOAD)
+        ranks.move()
+        ranks.publish(1)
+        assert [fleet.servers[1].takes for fleet in ranks.fleets] == [False, False]
+        # Rank 1 samples; the thread of rank 0 brings the server back meanwhile.
+        deadline = time.monotonic() + 30
+        while not ranks.fleets[1].servers[1].takes and time.monotonic() < deadline:
+            assert ranks.sample(1, range(3)) == ranks.expected(range(3))
+        assert ranks.fleets[1].servers[1].takes and any("is back with version 1" in text for text in ranks.said)
+        assert ranks.together(lambda rank: ranks.fleets[rank].metrics())[0]["servers/drops"] == 1, "it went once"
+
+
+def test_the_only_server_comes_back_for_a_rank_while_rank_0_has_nothing_to_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert unused_devices(servers) == expected
-
-
-def test_a_server_is_not_told_that_it_is_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "LEGATO_KEPT"):
-        monkeypatch.setenv(name, "1")
-
-    class Env(Own):
-        def command(self, plan: StartPlan) -> tuple[list[str], dict[str, str]]:
-            return ["env"], {"LEGATO_SERVER_KEY": plan.key}
-
-    plan = StartPlan(
-        python="", model=tmp_path, port=1, key="secret", dtype="", context_tokens=1, sequences=1, lora_rank=0, device="cpu",
-        arguments=(),
-    )  # fmt: skip
-    server = StartedServer(Env(), plan, tmp_path / "log", "3")
-    try:
-        server.start(tmp_path)
-        assert until(lambda: "LEGATO_KEPT" in (tmp_path / "log").read_text())
-    finally:
-        server.end()
-    told = dict(line.split("=", 1) for line in (tmp_path / "log").read_text().splitlines() if "=" in line)
-    assert told["LEGATO_SERVER_KEY"] == "secret" and told["CUDA_VISIBLE_DEVICES"] == "3"
-    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & told.keys()
-    assert os.environ["RANK"] == "1"
-
-
-def test_a_pause_longer_than_the_deadline_of_ranks_is_refused() -> None:
-    words = ["rollouts.engine=legato", "rollouts.servers.start=1", "training.rank_deadline_seconds=60"]
-    config = load((), words).config
-    with pytest.raises(InputError, match=r"expected rollouts\.servers\.pause_seconds below training\.rank_deadline_seconds"):
-        _check_servers_of_ranks(config, two_ranks()[0])
+    """Other weights, as after a restart by hand: rank 1 gets tokens of an unknown version, and only rank 0 may load."""
+    monkeypatch.setattr(fleets, "LOOK_SECONDS", 0.2)
+    with ranks_at_servers(tmp_path, count=1, pause_seconds=60.0) as ranks:
+        ranks.publish(0)
+        client = ranks.fleets[0].servers[0].client
+        Own().rename(client, "somebody-else", 10.0)
+        before = ranks.loads()
+        assert ranks.sample(1, range(3)) == ranks.expected(range(3))
+        assert ranks.loads()[0] == before[0] + 1 and any("it has other weights" in text for text in ranks.said)

@@ -45,7 +45,7 @@ class EngineOptions(EngineSettings):
     servers: ServerSettings = field(default_factory=ServerSettings)
     """The servers of engines that sample elsewhere."""
     world: World = field(default_factory=OneProcess)
-    """The ranks that train."""
+    """The ranks of the run. Each has an engine for its share of the groups."""
 
     @property
     def records_routes(self) -> bool:

@@ -268,8 +268,6 @@ def _engines(config: Config, policy: Policy, *, trains: bool, world: World | Non
     """The sampling engine, and a separate engine for evaluations if the sampler differs from the policy."""
     world = world or OneProcess()
     copied, name = divides_layers(config, world), config.rollouts.engine
-    if world.size > 1 and is_remote(name):
-        _check_servers_of_ranks(config, world)
     options = replace(_engine_options(config, policy, trains=trains, ranks=world.size), copied=copied, world=world)
     if options.mismatch.kind == "none":
         engine = build_engine(name, policy, options)
@@ -537,7 +535,7 @@ def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, referen
     training, world = resolved.config.training, collector.world
     division: Division | None = None
     if isinstance(world, ProcessGroup) and divides_layers(resolved.config, world):
-        division = _divide_layers(policy, reference, collector, world)
+        division = _divide_layers(resolved.config, policy, reference, collector, world)
     elif isinstance(world, ProcessGroup):
         division = Divided(policy.parameters(), world)
     weights = policy.parameters()
@@ -585,7 +583,9 @@ def divides_layers(config: Config, world: World) -> bool:
     return world.size > 1 and config.training.shard == "layers"
 
 
-def _divide_layers(policy: Policy, reference: Reference | None, collector: Collector, world: ProcessGroup) -> Division:
+def _divide_layers(
+    config: Config, policy: Policy, reference: Reference | None, collector: Collector, world: ProcessGroup
+) -> Division:
     """Divide the layers of the policy and of its reference; engines then get the weights gathered."""
     # Imported here: FSDP2 takes a while to import.
     from legato.training.ranks.layers import Layered, divide_layers, gather_weights
@@ -596,9 +596,8 @@ def _divide_layers(policy: Policy, reference: Reference | None, collector: Colle
         divide_layers(reference.policy, world)
     for runner in (collector.runner, collector.evaluation):
         if runner is not None:
-            # Servers get whole models; a copy in this process has the weights that are not trained already.
-            only_trained = not runner.engine.capabilities.first_rank_only
-            runner.weights = partial(gather_weights, policy, trained=only_trained)
+            # Servers read whole models; a copy beside the policy has what is not trained.
+            runner.weights = partial(gather_weights, policy, world, trained=not is_remote(config.rollouts.engine))
     return Layered(policy.parameters(), world, is_half=is_half)
 
 
