@@ -316,9 +316,6 @@ def test_the_exit_code_is_what_a_rank_decided() -> None:
     assert exit_code([-9, 4]) == 4 and exit_code([2, 2]) == 2 and exit_code([-9]) == 137 and exit_code([-15, 143]) == 143
 
 
-AT_SERVERS: dict[str, Any] = {"rollouts.engine": "legato", "rollouts.servers.start": 2}
-
-
 def server_processes(folder: Path) -> list[int]:
     """The processes of the servers that a run in this folder has started, each without its leash."""
     pids = []
@@ -331,26 +328,9 @@ def server_processes(folder: Path) -> list[int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shard", ["optimizer", "layers"])
-def test_servers_sample_for_several_ranks_what_one_process_samples(tmp_path: Path, shard: str) -> None:
-    """Two processes sample with the local engine, two others train: the same rollouts and weights as in one process."""
-    both, alone = tmp_path / "both", tmp_path / "alone"
-    for folder in (both, alone):
-        folder.mkdir()
-    train(both, training__steps=3, training__shard=shard, **{name.replace(".", "__"): v for name, v in AT_SERVERS.items()})
-    train(alone, ranks=1, training__steps=3)
-    told = [[each for each in records(folder) if each["kind"] == "step"] for folder in (both, alone)]
-    assert [each["reward/mean"] for each in told[0]] == pytest.approx([each["reward/mean"] for each in told[1]], abs=1e-9)
-    assert all(each["servers/0/tokens"] and each["servers/1/tokens"] for each in told[0]), "both servers sampled"
-    model = "runs/run/checkpoints/step-000003/model/model.safetensors"
-    ends, expected = load_file(both / model), load_file(alone / model)
-    assert max(float((ends[name] - expected[name]).abs().max()) for name in expected) < 1e-5
-    assert not server_processes(both)
-
-
-@pytest.mark.ranks
 def test_ranks_that_sample_ahead_at_servers_outlive_the_kill_of_a_server_and_of_all_ranks(tmp_path: Path) -> None:
-    options = {**SMALL, **AT_SERVERS, "output.name": "run", "training.steps": 12, "rollouts.ahead": 1}
+    servers = {"rollouts.engine": "legato", "rollouts.servers.start": 2, "rollouts.ahead": 1}
+    options = {**SMALL, **servers, "output.name": "run", "training.steps": 12}
     process = start(tmp_path, "train", *words_of(options))
     wait_for(tmp_path / "runs/run/checkpoints/step-000002", process)
     os.kill(server_processes(tmp_path)[0], signal.SIGKILL)

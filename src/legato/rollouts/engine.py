@@ -228,8 +228,6 @@ class Capabilities:
     """`submit`, `cancel` and `publish` may be called while another thread polls. Otherwise they wait for the poll."""
     partial: bool = False
     """`decode_briefly` returns after a few tokens and reports responses that are still being decoded."""
-    first_rank_only: bool = False
-    """Of several ranks the first asks for the responses of all. The engines of the others only take part in `publish`."""
 
 
 def _say_nothing(text: str) -> None:

@@ -9,12 +9,9 @@ from legato.rollouts.servers.dialects.own import Own
 from legato.rollouts.servers.dialects.sglang import Sglang
 from legato.rollouts.servers.dialects.vllm import Vllm
 from legato.rollouts.servers.fleet import Fleet
-from legato.rollouts.servers.follower import Follower
 
 
 def _fleet(policy: Policy, options: EngineOptions, dialect: Dialect) -> Engine:
-    if options.world.rank > 0:
-        return Follower(policy, dialect, options.world)
     return Fleet(
         policy,
         dialect,

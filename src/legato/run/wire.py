@@ -292,21 +292,6 @@ def _engines(config: Config, policy: Policy, *, trains: bool, world: World | Non
     return engine, evaluator
 
 
-def _check_servers_of_ranks(config: Config, world: World) -> None:
-    """InputError if several ranks cannot train with these servers."""
-    pause, deadline = config.rollouts.servers.pause_seconds, config.training.rank_deadline_seconds
-    if pause >= deadline:
-        raise InputError(
-            f"expected rollouts.servers.pause_seconds below training.rank_deadline_seconds = {deadline:g} with {world.size}"
-            f" processes, got {pause:g}: the others would take a pause for a rank that hangs; lower it"
-        )
-    if divides_layers(config, world) and config.policy.lora is not None:
-        raise InputError(
-            "expected training.shard = 'optimizer' for adapters (policy.lora) that servers sample with, got 'layers'"
-            f" (rollouts.engine = {config.rollouts.engine!r}); use training.shard=optimizer"
-        )
-
-
 def sampling_engine(config: Config, policy: Policy) -> Engine:
     """The engine for a policy that is sampled but not trained."""
     options = replace(_engine_options(config, policy, trains=False), mismatch=Mismatch(), record_routes=False)

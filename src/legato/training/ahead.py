@@ -10,7 +10,6 @@ t - k - 1 had ended, so its weights are at most k versions old.
   drawn k steps early and sampled at once: a step trains on groups that are exactly k versions old. That saves no time. It
   shows what running ahead costs, and its results do not depend on timing.
 - Of several ranks every rank draws all problems. A rank samples and scores its share, and ranks exchange what a step uses.
-  Where servers sample, all of it is the share of the first rank, which speaks to them.
 
 `next` behaves as that of the synchronous source, in which it is inherited: rounds of refills take the next groups of the
 same order. A problem counts as solved ('history') once the group that shows it was used.
@@ -33,8 +32,8 @@ from legato.rollouts.shared import SharedEngine
 from legato.training.background import Background, Sampled, Turns
 from legato.training.collect import SAVED_GROUPS, Collector
 from legato.training.journal import Journal
-from legato.training.play import gather_metrics, score_rollouts
-from legato.training.ranks.exchange import ScoredRollout, count_samplers, exchange
+from legato.training.play import score_rollouts
+from legato.training.ranks.exchange import ScoredRollout, exchange
 from legato.training.saved_groups import SavedGroup, fingerprint_of, pack_groups, unpack_groups
 from legato.training.source import ExhaustedError, Tally
 
@@ -120,7 +119,7 @@ class Ahead(Collector):
             wanted = count - len(groups)
             self._draw_ahead(step, wanted, count, tally)
             groups += [group for group in self._use(wanted, tally) if group is not None]
-        tally.sampler = gather_metrics(self.runner.engine, self.world)
+        tally.sampler = self.runner.engine.metrics()
         self._check_scored(tally)
         return groups, tally
 
@@ -151,11 +150,7 @@ class Ahead(Collector):
 
     def _is_own(self, place: int) -> bool:
         """Whether this rank samples the group at a place of the queue."""
-        return (self._position + place) % self._samplers == self.world.rank
-
-    @property
-    def _samplers(self) -> int:
-        return count_samplers(self.runner.engine, self.world)
+        return (self._position + place) % self.world.size == self.world.rank
 
     def _ask(self) -> None:
         """Ask for the groups of the queue that this rank samples and has not asked for."""
@@ -202,7 +197,7 @@ class Ahead(Collector):
         self._used += used
         mine = [drawn.rows for drawn in own if drawn.rows is not None]
         starts = [drawn.start for drawn in used]
-        rows = mine if self.world.size == 1 else exchange(mine, starts, self.world, self._samplers, first)
+        rows = mine if self.world.size == 1 else exchange(mine, starts, self.world, first)
         return [self._group(drawn.start.problem, row, tally) for drawn, row in zip(used, rows, strict=True)]
 
     @property

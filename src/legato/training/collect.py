@@ -20,7 +20,7 @@ from legato.rollouts.episodes import Runner, Start
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Joined, Source
-from legato.training.play import Judge, gather_metrics, play_and_score
+from legato.training.play import Judge, play_and_score
 from legato.training.ranks.exchange import ScoredRollout
 from legato.training.source import ExhaustedError, NothingScoredError, Tally
 
@@ -124,7 +124,7 @@ class Collector:
             starts = [self._draw(tally) for _ in range(count - len(groups))]
             groups += [group for group in self._sample_groups(starts, tally) if group is not None]
         self._check_scored(tally)
-        tally.sampler = gather_metrics(self.runner.engine, self.world)
+        tally.sampler = self.runner.engine.metrics()
         return groups, tally
 
     @property

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from legato.core.rollout import Rollout, Score, Unscorable
-from legato.core.world import World, on_first_rank
-from legato.rollouts.engine import Engine
+from legato.core.world import World
 from legato.rollouts.episodes import Runner, Start
 from legato.rollouts.sampling import Sampling
-from legato.training.ranks.exchange import ScoredRollout, count_samplers, exchange, places_of
+from legato.training.ranks.exchange import ScoredRollout, exchange
 
 Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
 
@@ -15,20 +14,14 @@ Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
 def play_and_score(
     runner: Runner, judge: Judge, starts: Sequence[Start], sampling: Sampling, world: World
 ) -> list[list[ScoredRollout]]:
-    """The scored rollouts of each start, in the order of its seeds. Start k is played by rank k modulo those that sample."""
-    samplers = count_samplers(runner.engine, world)
-    rows = runner.play([starts[place] for place in places_of(world.rank, samplers, len(starts))], sampling)
+    """The scored rollouts of each start, in the order of its seeds. Start k is played by rank k modulo the ranks."""
+    own = starts if world.size == 1 else starts[world.rank :: world.size]
+    rows = runner.play(own, sampling)
     rollouts = [rollout for row in rows for rollout in row]
     with runner.turns:
         scores = iter(score_rollouts(judge, rollouts))
     mine = [[(rollout, next(scores)) for rollout in row] for row in rows]
-    return mine if world.size == 1 else exchange(mine, starts, world, samplers)
-
-
-def gather_metrics(engine: Engine, world: World) -> dict[str, float]:
-    """The engine's numbers since the last call. Where the first rank alone samples, all ranks get its numbers."""
-    metrics = engine.metrics()
-    return on_first_rank(world, lambda: metrics) if engine.capabilities.first_rank_only else metrics
+    return mine if world.size == 1 else exchange(mine, starts, world)
 
 
 def score_rollouts(judge: Judge, rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:

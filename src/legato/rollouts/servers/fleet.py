@@ -55,7 +55,6 @@ from legato.rollouts.servers.dialect import UNKNOWN_VERSION, Ask
 from legato.rollouts.servers.dialects.base import Dialect, Reading, ServerFacts, StartPlan
 from legato.rollouts.servers.errors import BusyError, RefusedError, ServerError
 from legato.rollouts.servers.folders import WeightFolders
-from legato.rollouts.servers.follower import Scorer
 from legato.rollouts.servers.http import HttpClient
 from legato.rollouts.servers.member import Attempt, Counts, Server, State, Ticket
 from legato.rollouts.servers.probe import Probe, ProbeReply
@@ -125,10 +124,7 @@ class Fleet(JobEngine):
         self.rows_at_once = -(-rows_at_once // self.world.size)
         self.name = dialect.name
         # One lock guards everything, and `poll` gives it up while it waits.
-        self.capabilities = Capabilities(
-            truncation=dialect.truncation, holds_weights=True, concurrent=True, first_rank_only=True
-        )
-        self._scorer = Scorer(policy, OneProcess() if world is None else world)
+        self.capabilities = Capabilities(truncation=dialect.truncation, holds_weights=True, concurrent=True)
         self.transport: Transport = Threads() if transport is None else transport
         self.lora = hasattr(policy.model, "disable_adapter")
         self.servers: list[Server] = []
@@ -242,9 +238,8 @@ class Fleet(JobEngine):
             root = place.folder / "weights" if chosen is None else Path(chosen).expanduser() / self._token
             root = root.absolute()
             self._folders = WeightFolders(self.policy, root, untied=self.dialect.reads_untied)
-            self._probe = Probe(self.policy, self.settings.probe_tolerance, self._folders.dtype, self._scorer)
-            # Divided layers are gathered by all ranks, which come together when weights are published.
-            if self.settings.start and not self.policy.divided:
+            self._probe = Probe(self.policy, self.settings.probe_tolerance, self._folders.dtype)
+            if self.settings.start:
                 self._start_servers(place)
             if self.world.size > 1 and self.world.rank == 0:
                 threading.Thread(target=self._attend, name="fleet-attendant", daemon=True).start()

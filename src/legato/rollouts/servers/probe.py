@@ -16,9 +16,9 @@ from torch import Tensor
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Response
 from legato.rollouts.sampling import Sampling
+from legato.rollouts.scoring import score_texts
 from legato.rollouts.servers.dialect import Ask
 from legato.rollouts.servers.dialects.base import Dialect, Reading
-from legato.rollouts.servers.follower import Scorer
 from legato.rollouts.servers.http import HttpClient
 
 TEXTS, TOKENS = 3, 24
@@ -57,8 +57,8 @@ class Verdict:
 class Probe:
     """The fixed texts and the trainer's log-probs of them at the version that was published last."""
 
-    def __init__(self, policy: Policy, tolerance: float | None, dtype: torch.dtype, scorer: Scorer) -> None:
-        self.scorer = scorer
+    def __init__(self, policy: Policy, tolerance: float | None, dtype: torch.dtype) -> None:
+        self.policy = policy
         self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
         source = torch.Generator().manual_seed(SEED)
         highest = min(len(policy.tokenizer), policy.vocabulary)
@@ -70,7 +70,7 @@ class Probe:
 
     def score(self) -> None:
         """Score the texts with the policy as it is now: these are the log-probs that servers must have."""
-        scores = torch.cat([each.logprobs for each in self.scorer.score(self.texts)])
+        scores = torch.cat([each.logprobs for each in score_texts(self.policy, self.texts)])
         self.before, self.expected = self.expected, scores
 
     def ask(
@@ -115,7 +115,7 @@ class Probe:
         if response is None:
             return None
         prompt = self.texts[0][:8]
-        (scores,) = self.scorer.score([torch.cat([prompt, response.tokens])], [TEMPERATURE])
+        (scores,) = score_texts(self.policy, [torch.cat([prompt, response.tokens])], [TEMPERATURE])
         differences = (response.logprobs - scores.logprobs[len(prompt) - 1 :]).abs()
         gap, largest = float(differences.mean()), float(differences.max())
         if gap <= 2 * self.tolerance:

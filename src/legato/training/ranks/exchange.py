@@ -14,7 +14,6 @@ from torch import Tensor
 from legato.core.rollout import Rollout, Routes, Row, Score, StopReason, Unscorable
 from legato.core.world import World
 from legato.rewards.trl import NotScored
-from legato.rollouts.engine import Engine
 from legato.rollouts.episodes import Start
 
 ScoredRollout = tuple[Rollout, Score | Unscorable]
@@ -23,26 +22,19 @@ _TENSORS = ("tokens", "sampler_logprobs", "version", "mask", "turn", "author", "
 _LISTS = ("turn_rewards", "turn_states", "dialogue")
 
 
-def count_samplers(engine: Engine, world: World) -> int:
-    """How many ranks sample, beginning with the first: all, or the first alone, which speaks to the servers of all."""
-    return 1 if engine.capabilities.first_rank_only else world.size
-
-
-def places_of(rank: int, samplers: int, count: int, first: int = 0) -> range:
-    """The starts of `count` that a rank samples: start k belongs to rank (first + k) modulo the ranks that sample."""
-    return range((rank - first) % samplers, count, samplers) if rank < samplers else range(0)
-
-
 def exchange(
-    mine: Sequence[Sequence[ScoredRollout]], starts: Sequence[Start], world: World, samplers: int, first: int = 0
+    mine: Sequence[Sequence[ScoredRollout]], starts: Sequence[Start], world: World, first: int = 0
 ) -> list[list[ScoredRollout]]:
-    """The scored rollouts of every start, in the order of `starts`; `mine` are those of this rank (`places_of`)."""
+    """The scored rollouts of every start, in the order of `starts`; `mine` are those of this rank.
+
+    Start k belongs to rank (first + k) modulo the ranks.
+    """
     tensors: list[Tensor] = []
-    own = [starts[place] for place in places_of(world.rank, samplers, len(starts), first)]
+    own = starts[(world.rank - first) % world.size :: world.size]
     records = [[write_rollout(pair, start, tensors) for pair in row] for row, start in zip(mine, own, strict=True)]
     rows: list[list[ScoredRollout]] = [[] for _ in starts]
     for rank, (told, held) in enumerate(world.gather_tensors(records, tensors)):
-        places = places_of(rank, samplers, len(starts), first)
+        places = range((rank - first) % world.size, len(starts), world.size)
         if rank == world.rank:
             for place, row in zip(places, mine, strict=True):
                 rows[place] = list(row)
