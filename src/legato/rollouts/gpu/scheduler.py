@@ -27,8 +27,11 @@ from legato.rollouts.sampling import Choice, Sampling
 _COPY_EVERY = 8
 """Steps between two copies of the finished flags. A finished row idles for at most twice as many."""
 
-_LATEST = 4 * _COPY_EVERY + 1
-"""How many of the last tokens a slot copy holds if responses are watched: enough if every fourth copy is looked at.
+_BRIEFLY = 4
+"""The same in `decode_briefly`: a server must answer a client before the free slot gets its next request."""
+
+_LATEST = 16 * _BRIEFLY + 1
+"""How many of the last tokens a slot copy holds if responses are watched: enough if every 16th copy is looked at.
 
 A response that was admitted after a copy has one token more than the steps since."""
 
@@ -119,7 +122,7 @@ class Scheduler:
         """Decode until a job is complete; [] if none is left."""
         self._admit_if_worth_it()
         while self.active:
-            copy = self._decode_few()
+            copy = self._decode_few(_COPY_EVERY)
             if copy is not None:
                 # Responses found finished by the last slot copy were copied before the steps that run now.
                 finished = self._finish(self._land())
@@ -133,7 +136,7 @@ class Scheduler:
         self._admit_if_worth_it()
         copy = None
         if self.active:
-            copy = self._decode_few(any(row.job.handle in watched for row in self.active.values()))
+            copy = self._decode_few(_BRIEFLY, any(row.job.handle in watched for row in self.active.values()))
         landed = self._land() if copy is not None or not self.active else []
         if copy is not None:
             self._collect(copy)
@@ -145,13 +148,13 @@ class Scheduler:
         del self.jobs[handle]
         self.prompt_routes.pop(handle, None)
 
-    def _decode_few(self, latest: bool = False) -> SlotCopy | None:
-        """Enqueue a few steps and a slot copy; returns the slot copy before it once that has arrived, None without one.
+    def _decode_few(self, most: int, latest: bool = False) -> SlotCopy | None:
+        """Enqueue `most` steps and a slot copy; returns the slot copy before it once that has arrived, None without one.
 
         With `latest` the new slot copy holds the last tokens of every slot.
         """
         # Steps beyond the longest response would advance no row.
-        steps = min(_COPY_EVERY, self.until - self.steps)
+        steps = min(most, self.until - self.steps)
         if steps > 0:
             self._advance(steps)
         if steps > 0 or not self.pending_copies:
