@@ -61,6 +61,11 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     parts = json.loads((results / "gpu.json").read_text())["sections"]["B8"]["parts"]
     ours, trl = (parts[name]["seconds"]["step"] for name in ("Legato", "TRL defaults"))
     assert f"takes {ours:.2f} s" in README and f"`generate` {trl:.2f} s: {trl / ours:.1f} times" in README
+    rows = re.findall(
+        r"^\| [\d.]+B \| (\w+) \|.* ([\d.]+)x \| \d+ \|$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE
+    )
+    usual, nano = ([ratio for kind, ratio in rows if (kind == "nano") == is_nano] for is_nano in (False, True))
+    assert f"{min(usual, key=float)} to {max(usual, key=float)} times its tokens a second, {nano[0]} times on nano" in README
     decoded = json.loads((results / "large.json").read_text())["sampling only"]["tokens_per_second"]
     assert f"decodes {decoded:,.0f} tokens/s" in README
     (equal,) = re.findall(r"the same numbers \((\d+ comparisons)\)", (ROOT / "docs/peers.md").read_text())
