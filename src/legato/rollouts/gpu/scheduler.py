@@ -94,6 +94,8 @@ class Scheduler:
         """Responses that a stop string ended -> (number of tokens, text)"""
         self.ends = engine.end_tokens(kind.end_tokens)
         self.steps = 0
+        self.admitted = 0
+        """The step before which responses were last admitted."""
         self.until = 0
         """The step by which every active response has ended at its length limit."""
         self.free_copies = [SlotCopy(store, texts=bool(kind.stop)) for _ in range(2)]
@@ -206,8 +208,15 @@ class Scheduler:
         self.steps += steps
 
     def _admit_if_worth_it(self) -> None:
-        # A prefill costs a pass whatever its size: wait until an eighth of the slots is free.
-        if self.queue and (len(self.free_slots) >= self.store.room.slots // 8 or not self.active):
+        """Admit if an eighth of the slots is free and as many jobs wait, or fewer have waited for a while.
+
+        A prefill costs a pass whatever its size.
+        """
+        if not self.queue:
+            return
+        many = self.store.room.slots // 8
+        is_soon = len(self.queue) < many and self.steps - self.admitted < _COPY_EVERY
+        if not self.active or (len(self.free_slots) >= many and not is_soon):
             self._admit()
 
     def _admit(self) -> None:
@@ -224,6 +233,7 @@ class Scheduler:
                 self.queue.popleft()
         if not rows:
             return
+        self.admitted = self.steps
         self._read([job for job in admitted if job.handle not in self.entries], [row.slot for row in rows])
         for row in rows:
             row.entry = self.entries[row.job.handle]
