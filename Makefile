@@ -128,8 +128,9 @@ $(VLLM)/.ready:
 	@touch $(VLLM)/.ready
 
 # vLLM runs in an environment of its own; the tests and the run that starts it stay in this one.
+# VLLM_RESULTS=benchmarks/results/vllm.json stores the figures, which `make docs` puts into docs/engines.md.
 test-vllm: $(READY) $(VLLM)/.ready
-	LEGATO_VLLM=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm
+	LEGATO_VLLM=$(CURDIR)/$(VLLM)/bin/python LEGATO_VLLM_RESULTS=$(VLLM_RESULTS) $(BIN)/python -m pytest -m vllm tests/vllm
 
 docs: $(READY)
 	$(BIN)/python -m docs.generate

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import adaptive, claims, credit, laboratory, mismatch, moe, recipes, studies
+from benchmarks import adaptive, claims, credit, laboratory, mismatch, moe, recipes, servers_page, studies
 from benchmarks.gpu import factors, plan_page
 from benchmarks.gpu import page as gpu_page
 from benchmarks.gpu import smollm2 as smollm2_gpu
@@ -59,6 +59,12 @@ def pages() -> dict[str, str]:
         "docs/trust.md": trust_page(),
         "docs/migrating.md": migrating_page((ROOT / "docs/migrating.md").read_text()),
         "docs/plan.md": fill_blocks((ROOT / "docs/plan.md").read_text(), plan_page.plan_blocks()),
+        "docs/serve.md": fill_blocks((ROOT / "docs/serve.md").read_text(), {"serve": servers_page.serve_block()}),
+        "docs/ahead.md": fill_blocks((ROOT / "docs/ahead.md").read_text(), {"ahead": servers_page.ahead_block()}),
+        "docs/engines.md": fill_blocks(
+            (ROOT / "docs/engines.md").read_text(),
+            {"vllm": servers_page.vllm_block(), "sglang": servers_page.sglang_block()},
+        ),
         "docs/scaling.md": fill_blocks((ROOT / "docs/scaling.md").read_text(), plan_page.scaling_blocks()),
         **moe.figures(moe.load_results()),
         **figures((gpu_page.load_results() or {"sections": {}})["sections"]),

@@ -313,11 +313,11 @@ def _beside_vllm(parts: Parts) -> list[str]:
                 f"{ours:,.0f}",
                 format_number(known, "{:,.0f}"),
                 format_number(plain, "{:,.0f}"),
-                format_number(quotient(ours, known), "{:.2f}x"),
+                format_number(quotient(ours, max((each for each in (known, plain) if each), default=None)), "{:.2f}x"),
                 f"{len(part['samples'])}",
             )
         )
-    header = "shape | work | Legato, tokens/s | vLLM with log-probs | vLLM without | Legato of the first | repeats"
+    header = "shape | work | Legato, tokens/s | vLLM with log-probs | vLLM without | Legato of vLLM's faster | repeats"
     settings = [f"- {shape}: {part['side']}; {part['settings']}." for shape, part in theirs.items()]
     return [*table_lines(header, table), *(["", *settings] if settings else [])]
 

@@ -14,10 +14,12 @@ from legato.errors import InputError
 from legato.rollouts.engine import EnginePlace, Limits, Request
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.servers import leash
+from legato.rollouts.servers.dialects.base import StartPlan
 from legato.rollouts.servers.dialects.own import Own
 from legato.rollouts.servers.fleet import Fleet
 from legato.rollouts.servers.member import State
 from legato.rollouts.servers.settings import ServerSettings
+from legato.rollouts.servers.started import StartedServer, unused_devices
 from tests.fleet.test_folders import policy_of
 from tests.serve.running import plain_engine
 
@@ -94,3 +96,46 @@ def test_a_server_that_does_not_start_is_one_error_with_its_log(tmp_path: Path) 
     with pytest.raises(InputError, match=r"expected a legato server to start, got the server that was started ended"):
         fleet.open(EnginePlace(folder=tmp_path))
     fleet.close()
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "servers", "expected"),
+    [
+        ("0,1,2,3", "2", 2, ["2", "3"]),
+        ("4,5,6,7", "1", 1, ["5,6,7"]),
+        ("0,1,2,3,4,5,6,7", "4", 2, ["4,5", "6,7"]),
+        ("0,1,2", "2", 4, ["2"]),
+        ("0,1", "2", 1, []),
+    ],
+)
+def test_servers_get_the_gpus_that_no_rank_trains_on(
+    monkeypatch: pytest.MonkeyPatch, visible: str, ranks: str, servers: int, expected: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert unused_devices(servers) == expected
+
+
+def test_a_server_is_not_told_that_it_is_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
+    for name in (*ranks, "LEGATO_KEPT"):
+        monkeypatch.setenv(name, "1")
+
+    class Env(Own):
+        def command(self, plan: StartPlan) -> tuple[list[str], dict[str, str]]:
+            return ["env"], {"LEGATO_SERVER_KEY": plan.key}
+
+    plan = StartPlan(
+        python="", model=tmp_path, port=1, key="secret", dtype="", context_tokens=1, sequences=1, lora_rank=0, device="cpu",
+        arguments=(),
+    )  # fmt: skip
+    server = StartedServer(Env(), plan, tmp_path / "log", "3")
+    try:
+        server.start(tmp_path)
+        assert until(lambda: "LEGATO_SERVER_KEY" in (tmp_path / "log").read_text())
+        assert until(lambda: not server.alive)
+    finally:
+        server.end()
+    told = dict(line.split("=", 1) for line in (tmp_path / "log").read_text().splitlines() if "=" in line)
+    assert told["LEGATO_SERVER_KEY"] == "secret" and told["LEGATO_KEPT"] == "1" and told["CUDA_VISIBLE_DEVICES"] == "3"
+    assert not ranks & told.keys()

@@ -1,5 +1,6 @@
 """Whole runs under torchrun: records, checkpoints on any number of ranks, signals, lost and hanging ranks, restarts."""
 
+import contextlib
 import json
 import os
 import signal
@@ -313,3 +314,36 @@ def test_the_words_of_torchrun_are_those_typed_without_its_own() -> None:
 
 def test_the_exit_code_is_what_a_rank_decided() -> None:
     assert exit_code([-9, 4]) == 4 and exit_code([2, 2]) == 2 and exit_code([-9]) == 137 and exit_code([-15, 143]) == 143
+
+
+def server_processes(folder: Path) -> list[int]:
+    """The processes of the servers that a run in this folder has started, each without its leash."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # processes come and go
+            words = path.read_bytes().split(b"\0")
+            if words[1:4] == [b"-m", b"legato", b"serve"] and str(folder).encode() in words[4]:
+                pids.append(int(path.parent.name))
+    return pids
+
+
+@pytest.mark.ranks
+def test_ranks_that_sample_ahead_at_servers_outlive_the_kill_of_a_server_and_of_all_ranks(tmp_path: Path) -> None:
+    servers = {"rollouts.engine": "legato", "rollouts.servers.start": 2, "rollouts.ahead": 1}
+    options = {**SMALL, **servers, "output.name": "run", "training.steps": 12}
+    process = start(tmp_path, "train", *words_of(options))
+    wait_for(tmp_path / "runs/run/checkpoints/step-000002", process)
+    os.kill(server_processes(tmp_path)[0], signal.SIGKILL)
+    wait_for(tmp_path / "runs/run/checkpoints/step-000006", process)
+    for pid in [*ranks_of(process.pid).values(), process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    assert "is dropped" in process.communicate(timeout=30)[0]
+    end = time.monotonic() + 20
+    while server_processes(tmp_path) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not server_processes(tmp_path), "servers end with the run"
+    resume(tmp_path, "training.shard=layers")
+    steps = [each for each in records(tmp_path) if each["kind"] == "step"]
+    assert [each["step"] for each in steps] == list(range(1, 13)) and max(each["lag/max"] for each in steps) == 1
+    state = json.loads((tmp_path / "runs/run/checkpoints/step-000012/trainer.json").read_text())["trainer"]["collector"]
+    assert state["cursor"] == 12 * 4 and state["ahead"]["waiting"] == [], "every group that was drawn is used, and no more"

@@ -79,6 +79,11 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     assert f"at {lora['peak_gib']:.1f} GiB" in one_line
     ratios = json.loads((results / "ranks-gpu.json").read_text())["ratios"]
     assert f"a 1.7B shape {100 * ratios['layers over one process, 1.7B'] - 100:.0f} % slower" in one_line
+    rows = re.findall(
+        r"^\| [\d.]+B \| (\w+) \|.* ([\d.]+)x \| \d+ \|$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE
+    )
+    usual, nano = ([ratio for kind, ratio in rows if (kind == "nano") == is_nano] for is_nano in (False, True))
+    assert f"{min(usual, key=float)} to {max(usual, key=float)} times its tokens a second, {nano[0]} times on nano" in README
     (equal,) = re.findall(r"the same numbers \((\d+ comparisons)\)", (ROOT / "docs/peers.md").read_text())
     assert f"the same numbers in all {equal}" in README
     watch = (ROOT / "docs/experiments/health.md").read_text()

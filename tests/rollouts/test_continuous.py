@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Engine, Finished, Handle, Limits, Request, Response
+from legato.rollouts.gpu import scheduler
 from legato.rollouts.gpu.engine import GraphedEngine
 from legato.rollouts.local import engine as plain
 from legato.rollouts.local.engine import LocalEngine
@@ -291,3 +292,28 @@ def test_decoder_weights_are_copied_once_per_burst_and_again_after_a_publish(mon
     assert len(copies) == 3 and engine._decoder_maker is None
     monkeypatch.undo()
     assert_same_responses([last.responses], [expected_responses(policy, requests[-1])])
+
+
+def test_single_requests_are_prefilled_together_and_wait_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server gets its requests one by one; a pass for each would stop the decoding of all others that often."""
+    prefills: list[int] = []
+    plain_read = scheduler.read_prompts
+
+    def counting(policy: Any, store: Any, openings: Any) -> None:
+        prefills.append(len(openings))
+        plain_read(policy, store, openings)
+
+    monkeypatch.setattr(scheduler, "read_prompts", counting)
+    engine = slot_engine(make_policy("qwen3"), 32)
+    requests = make_requests(5, 9, 7, 6, 8, 4, 3, each=1)
+    engine.reserve(16, 40)
+    for request in requests[:2]:
+        engine.submit([request], Sampling(), LONG)
+        engine.decode_briefly()
+    assert prefills == [1], "the second waits for others"
+    engine.submit(requests[2:3], Sampling(), LONG)
+    engine.decode_briefly()
+    assert prefills == [1, 2], "and are not kept waiting"
+    engine.submit(requests[3:], Sampling(), LONG)
+    engine.decode_briefly()
+    assert prefills == [1, 2, 4], "an eighth of the slots is enough at any time"

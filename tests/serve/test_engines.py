@@ -10,6 +10,7 @@ import torch
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine
+from legato.serve.engine_thread import report_seconds
 from tests.serve.running import chat_policy, make_served, plain_engine, running
 
 GENERATE = "/inference/v1/generate"
@@ -80,3 +81,9 @@ def test_special_tokens_are_text_if_a_client_wants_them() -> None:
                 else:
                     shown = server.post(path, {**asked, "stop": "~"})["choices"][0]["text"]
                 assert shown == text
+
+
+def test_many_streams_are_written_to_less_often() -> None:
+    """256 streams that are written to every 20 ms take more time than a GPU needs for their tokens."""
+    assert report_seconds(0) == report_seconds(64) == 0.02
+    assert report_seconds(256) == pytest.approx(0.08) and report_seconds(2048) == pytest.approx(0.1)

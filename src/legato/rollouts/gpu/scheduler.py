@@ -27,8 +27,11 @@ from legato.rollouts.sampling import Choice, Sampling
 _COPY_EVERY = 8
 """Steps between two copies of the finished flags. A finished row idles for at most twice as many."""
 
-_LATEST = 4 * _COPY_EVERY + 1
-"""How many of the last tokens a slot copy holds if responses are watched: enough if every fourth copy is looked at.
+_BRIEFLY = 4
+"""The same in `decode_briefly`: a server must answer a client before the free slot gets its next request."""
+
+_LATEST = 16 * _BRIEFLY + 1
+"""How many of the last tokens a slot copy holds if responses are watched: enough if every 16th copy is looked at.
 
 A response that was admitted after a copy has one token more than the steps since."""
 
@@ -91,6 +94,8 @@ class Scheduler:
         """Responses that a stop string ended -> (number of tokens, text)"""
         self.ends = engine.end_tokens(kind.end_tokens)
         self.steps = 0
+        self.admitted = 0
+        """The step before which responses were last admitted."""
         self.until = 0
         """The step by which every active response has ended at its length limit."""
         self.free_copies = [SlotCopy(store, texts=bool(kind.stop)) for _ in range(2)]
@@ -119,7 +124,7 @@ class Scheduler:
         """Decode until a job is complete; [] if none is left."""
         self._admit_if_worth_it()
         while self.active:
-            copy = self._decode_few()
+            copy = self._decode_few(_COPY_EVERY)
             if copy is not None:
                 # Responses found finished by the last slot copy were copied before the steps that run now.
                 finished = self._finish(self._land())
@@ -133,7 +138,7 @@ class Scheduler:
         self._admit_if_worth_it()
         copy = None
         if self.active:
-            copy = self._decode_few(any(row.job.handle in watched for row in self.active.values()))
+            copy = self._decode_few(_BRIEFLY, any(row.job.handle in watched for row in self.active.values()))
         landed = self._land() if copy is not None or not self.active else []
         if copy is not None:
             self._collect(copy)
@@ -145,13 +150,13 @@ class Scheduler:
         del self.jobs[handle]
         self.prompt_routes.pop(handle, None)
 
-    def _decode_few(self, latest: bool = False) -> SlotCopy | None:
-        """Enqueue a few steps and a slot copy; returns the slot copy before it once that has arrived, None without one.
+    def _decode_few(self, most: int, latest: bool = False) -> SlotCopy | None:
+        """Enqueue `most` steps and a slot copy; returns the slot copy before it once that has arrived, None without one.
 
         With `latest` the new slot copy holds the last tokens of every slot.
         """
         # Steps beyond the longest response would advance no row.
-        steps = min(_COPY_EVERY, self.until - self.steps)
+        steps = min(most, self.until - self.steps)
         if steps > 0:
             self._advance(steps)
         if steps > 0 or not self.pending_copies:
@@ -203,8 +208,15 @@ class Scheduler:
         self.steps += steps
 
     def _admit_if_worth_it(self) -> None:
-        # A prefill costs a pass whatever its size: wait until an eighth of the slots is free.
-        if self.queue and (len(self.free_slots) >= self.store.room.slots // 8 or not self.active):
+        """Admit if an eighth of the slots is free and as many jobs wait, or fewer have waited for a while.
+
+        A prefill costs a pass whatever its size.
+        """
+        if not self.queue:
+            return
+        many = self.store.room.slots // 8
+        is_soon = len(self.queue) < many and self.steps - self.admitted < _COPY_EVERY
+        if not self.active or (len(self.free_slots) >= many and not is_soon):
             self._admit()
 
     def _admit(self) -> None:
@@ -221,6 +233,7 @@ class Scheduler:
                 self.queue.popleft()
         if not rows:
             return
+        self.admitted = self.steps
         self._read([job for job in admitted if job.handle not in self.entries], [row.slot for row in rows])
         for row in rows:
             row.entry = self.entries[row.job.handle]

@@ -60,7 +60,7 @@ from legato.rollouts.servers.member import Attempt, Counts, Server, State, Ticke
 from legato.rollouts.servers.probe import Probe, ProbeReply
 from legato.rollouts.servers.settings import ServerSettings
 from legato.rollouts.servers.spread import Spread
-from legato.rollouts.servers.started import StartedServer, free_port
+from legato.rollouts.servers.started import StartedServer, free_port, unused_devices
 from legato.rollouts.servers.transport import Threads, Transport
 
 KEY_VARIABLE = "LEGATO_SERVER_KEY"
@@ -282,7 +282,8 @@ class Fleet(JobEngine):
             device=self.policy.device.type,
             arguments=self.settings.arguments,
         )
-        devices, count = self.settings.devices, self.settings.start
+        count = self.settings.start
+        devices = self.settings.devices or (unused_devices(count) if self.policy.device.type == "cuda" else ())
         place.say(f"starting {count} {self.dialect.name} server{'s' if count > 1 else ''}; logs in {place.folder}")
         for number in range(count):
             port = free_port()

@@ -27,7 +27,8 @@ class ServerSettings:
     )
     devices: tuple[str, ...] = texts(
         default=(),
-        says="CUDA_VISIBLE_DEVICES of each server that is started; empty: as the run's own.",
+        says="CUDA_VISIBLE_DEVICES of each server that is started; empty: the GPUs that no process of the run trains on, or"
+        " the run's own if there are none.",
     )
     quorum: int = integer(
         default=1, says="With fewer servers that answer, the run pauses until others come back.", minimum=1

@@ -1,6 +1,7 @@
 """A server that the run starts on this machine: its process, its log file, and its end."""
 
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -9,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import torch
 
 from legato.errors import InputError, shorten
 from legato.rollouts.servers import leash
@@ -36,7 +39,7 @@ class StartedServer:
         self.end()
         self.plan = replace(self.plan, model=model)
         words, more = self.dialect.command(self.plan)
-        environment = {**os.environ, **more}
+        environment = {name: value for name, value in os.environ.items() if not _is_of_torchrun(name)} | dict(more)
         if self.device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.device
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -97,6 +100,26 @@ class StartedServer:
             telling = [line for line in lines if "Error" in line or "error" in line] or lines
             return f"{self.log} ends with: {shorten(' | '.join(telling[-3:]), 800)}"
         return f"see {self.log}"
+
+
+def _is_of_torchrun(name: str) -> bool:
+    """Whether a variable says which rank this process is: a server is none."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return name in ranks or name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
+
+
+def unused_devices(servers: int) -> list[str]:
+    """CUDA_VISIBLE_DEVICES for each server: the GPUs of this machine that no rank of the run trains on, divided evenly.
+
+    Empty where there are none: servers then share the GPUs of the run.
+    """
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = chosen.split(",") if chosen else [str(number) for number in range(torch.cuda.device_count())]
+    unused = devices[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
+    if len(unused) < servers:
+        return unused
+    bounds = [server * len(unused) // servers for server in range(servers + 1)]
+    return [",".join(unused[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
 def free_port() -> int:

@@ -1,0 +1,62 @@
+"""Stand-ins for packages that SGLang imports by name and that a dense model with Triton attention never calls.
+
+`carry_sglang.sh` copies this file beside SGLang and writes a package of two lines for each of them:
+
+    import stand_in
+    stand_in.install(__name__)
+
+Every name of such a package, and of its modules, is a class; making one raises.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds every module below a package."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        """A module for any name below the package."""
+        if fullname.startswith(self.root + "."):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> None:
+        """The usual module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give it every name."""
+        fill(module)
+
+
+def fill(module: ModuleType) -> None:
+    """Give a module every name that is asked of it."""
+
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = type(name, (), {"__new__": _refuse(f"{module.__name__}.{name}"), "__module__": module.__name__})
+        setattr(module, name, made)
+        return made
+
+    module.__getattr__ = get  # type: ignore[method-assign]
+
+
+def _refuse(name: str) -> Any:
+    def new(cls: type, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError(f"{name} is a stand-in in this cut-down SGLang")
+
+    return new
+
+
+def install(root: str) -> None:
+    """Make the package `root`, which is being imported, a stand-in."""
+    fill(sys.modules[root])
+    sys.meta_path.insert(0, _Finder(root))
