@@ -13,12 +13,15 @@ from legato.core.texts import Texts
 from legato.policy.head import head as heads
 from legato.policy.head.head import Head
 from legato.policy.layers import products
+from legato.policy.layers.fused import Parts
 from legato.policy.layout.packs import Pack, pack
 from legato.policy.layout.spans import Spans, Uses
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.gpu import prefill
+from legato.rollouts.gpu.buckets import Bucket
 from legato.rollouts.gpu.engine import GraphedEngine
+from legato.rollouts.gpu.walk import first_difference
 from legato.rollouts.prompts import prompt_texts
 from legato.rollouts.sampling import Sampling
 from tests.policy import fused
@@ -92,3 +95,28 @@ def test_sampled_tokens_have_the_trainers_logprobs_to_the_bit(name: str, tempera
         # Without `exact` sums are made in another order: a comparison that cannot fail would not show that.
         assert torch.equal(logprobs, together) is exact
         assert torch.allclose(logprobs, together, atol=1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_walk_names_the_first_operation_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, request = make_policy("qwen3"), make_requests(5, each=1)[0]
+    policy.exact = True
+    engine = GraphedEngine(policy, graphs=False)
+    tokens = torch.tensor([7, 9, 11, 4])
+    assert first_difference(policy, engine.layer_parts, request.prompt, tokens, rows=2) is None
+
+    def spoil(bucket: Bucket) -> Parts:
+        parts = engine.layer_parts(bucket)
+        layers = policy.body.get_decoder().layers
+
+        def project(module: Any, x: Tensor) -> Tensor:
+            output = parts.project(module, x)
+            later = module is layers[1].mlp.up_proj and int(bucket.store.length[0]) == 2
+            return torch.nextafter(output, output + 1) if later else output
+
+        return replace(parts, project=project)
+
+    difference = first_difference(policy, spoil, request.prompt, tokens)
+    assert difference is not None and (difference.token, difference.operation) == (2, "layers.1.mlp.up_proj")
+    assert difference.unequal == difference.elements == 48 and 0 < difference.largest < 1e-5
+    assert "response token 2" in str(difference)

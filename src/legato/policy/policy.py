@@ -351,12 +351,17 @@ class Policy:
             values=None if values is None else _spread(values, place, shape),
         )
 
-    def read_as_in_training(self, packed: Pack, keep: Callable[[int, Tensor, Tensor], None]) -> Tensor:
+    def read_as_in_training(
+        self,
+        packed: Pack,
+        keep: Callable[[int, Tensor, Tensor], None],
+        wrap: Callable[[Parts], Parts] = lambda parts: parts,
+    ) -> Tensor:
         """[N, width]: the last hidden state of every token of a pack by fused parts, without a gradient.
 
-        `keep(layer, keys, values)` receives the keys and values [N, K, D] of each layer.
+        `keep(layer, keys, values)` receives the keys and values [N, K, D] of each layer; `wrap` may replace parts.
         """
-        parts = _fused_parts(packed, exact=self.exact, keep=keep)
+        parts = wrap(_fused_parts(packed, exact=self.exact, keep=keep))
         return run_body_without_backward(self.body.get_decoder(), packed.tokens, packed.positions, parts)
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:

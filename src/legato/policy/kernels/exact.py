@@ -62,7 +62,7 @@ def rotate_into_slots(
     slot_length: Tensor,
     width: int,
 ) -> Tensor:
-    """As `layers.heads`, with the bits of `gradients.rotate_forward`: returns queries [R, H, D]; keys and values are stored."""
+    """Queries [R, H, D] with the bits of `gradients.rotate_forward`; keys and values are stored. Else as `layers.heads`."""
     rows, count, key_heads = len(query), query.shape[1] // width, key.shape[1] // width
     out = torch.empty(rows, count, width, dtype=query.dtype, device=query.device)
     query_norm, key_norm, epsilon = (cosine, cosine, 0.0) if norms is None else norms

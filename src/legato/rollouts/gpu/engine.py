@@ -363,14 +363,17 @@ class GraphedEngine(JobEngine):
         """[R, N]: the last hidden state of one token per row, through fused layers if the model family is known."""
         if not self.fused:
             return self.policy.hidden(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
-        parts = Parts(
+        return run_body_without_backward(self.policy.body.get_decoder(), tokens, positions, self.layer_parts(bucket))
+
+    def layer_parts(self, bucket: Bucket) -> Parts:
+        """The functions that fused layers call for the rows of a bucket."""
+        return Parts(
             ready=bucket.store_heads,
             attend=bucket.attend_stored,
             add_norm=add_norm,
             swiglu=swiglu,
             project=project_alike if self.exact else nn.Module.__call__,
         )
-        return run_body_without_backward(self.policy.body.get_decoder(), tokens, positions, parts)
 
     def advance(self, bucket: Bucket, sampling: Sampling, ends: Tensor) -> None:
         """Run one step of a bucket, as a graph replay if graphs are on."""
