@@ -32,9 +32,9 @@ def _rotate_into_slots(query, key, value, cosine, sine, query_norm, key_norm, qu
         pair = program * BLOCK + tl.arange(0, BLOCK)
         inside = (pair < ROWS * H)[:, None] & (half < D // 2)[None, :]
         low, high = rotated(query, cosine, sine, query_norm, epsilon, pair, half, inside, H, D, NORM)
-        to = query_out + pair.to(tl.int64)[:, None] * D + half[None, :]
-        tl.store(to, low, mask=inside)
-        tl.store(to + D // 2, high, mask=inside)
+        to = pair.to(tl.int64)[:, None] * D + half[None, :]
+        tl.store(query_out + to, low, mask=inside)
+        tl.store(query_out + to + D // 2, high, mask=inside)
     else:
         pair = (program - blocks) * BLOCK + tl.arange(0, BLOCK)
         inside = (pair < ROWS * K)[:, None] & (half < D // 2)[None, :]
