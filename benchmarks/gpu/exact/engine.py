@@ -188,8 +188,7 @@ def compare(policy: Policy, case: Case) -> dict[str, Any]:
     if any(unequal.values()):
         row = int((gap != 0).any(1).int().argmax())
         prompt, tokens = requests[int(texts.group[row])].prompt, texts.tokens[row, : int(texts.lengths[row])][:64]
-        engine = GraphedEngine(policy, graphs=False)
-        found = first_difference(policy, engine.layer_parts, prompt, tokens, rows=min(case.prompts * case.samples, 256))
+        found = first_difference(policy, prompt, tokens, rows=min(case.prompts * case.samples, 256))
         result["first difference"] = "none found by the walk" if found is None else str(found)
     return result
 

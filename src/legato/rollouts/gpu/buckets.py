@@ -1,15 +1,20 @@
-"""Buckets: fixed numbers of rows decoded together on a GPU, with their attention view and captured graphs."""
+"""Buckets: fixed numbers of rows decoded together on a GPU, with their attention view and captured graphs.
+
+An exact bucket has the arithmetic of training (`kernels/exact.py`, `layers/products.py`): slower with few rows.
+"""
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from legato.policy.kernels.decode import Workspace, attend_slots, rows_per_block
 from legato.policy.kernels.decode import store as store_kv
 from legato.policy.kernels.exact import attend_chained, rotate_into_slots, rows_per_tile
+from legato.policy.kernels.layers import add_norm, swiglu
 from legato.policy.kernels.layers import heads as heads_ready
-from legato.policy.layers.fused import Projected
+from legato.policy.layers.fused import Parts, Projected
+from legato.policy.layers.products import project_alike
 from legato.policy.layout.attention import Heads
 from legato.rollouts.gpu.slots import KVStore, device_ints, group_by_prompt
 
@@ -68,6 +73,16 @@ class Bucket:
             sinks=heads.sinks,
         )
         return output.unsqueeze(1)
+
+    def parts(self) -> Parts:
+        """The functions that fused layers call for the rows of this bucket."""
+        return Parts(
+            ready=self.store_heads,
+            attend=self.attend_stored,
+            add_norm=add_norm,
+            swiglu=swiglu,
+            project=project_alike if self.exact else nn.Module.__call__,
+        )
 
     def store_heads(self, layer: int, projected: Projected) -> Tensor:
         """Normalise and rotate the heads and store keys and values, in one kernel; returns the queries."""

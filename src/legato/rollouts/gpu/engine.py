@@ -13,13 +13,11 @@ from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from legato.policy.head.head import Head
-from legato.policy.kernels.layers import add_norm, swiglu
 from legato.policy.kernels.sample import sample
-from legato.policy.layers.fused import Parts, run_body_without_backward, why_not
-from legato.policy.layers.products import project_alike
+from legato.policy.layers.fused import run_body_without_backward, why_not
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Capabilities, Finished, Handle, Job, JobEngine, Limits, Progress, Request, Response
 from legato.rollouts.gpu import budget
@@ -363,17 +361,7 @@ class GraphedEngine(JobEngine):
         """[R, N]: the last hidden state of one token per row, through fused layers if the model family is known."""
         if not self.fused:
             return self.policy.hidden(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
-        return run_body_without_backward(self.policy.body.get_decoder(), tokens, positions, self.layer_parts(bucket))
-
-    def layer_parts(self, bucket: Bucket) -> Parts:
-        """The functions that fused layers call for the rows of a bucket."""
-        return Parts(
-            ready=bucket.store_heads,
-            attend=bucket.attend_stored,
-            add_norm=add_norm,
-            swiglu=swiglu,
-            project=project_alike if self.exact else nn.Module.__call__,
-        )
+        return run_body_without_backward(self.policy.body.get_decoder(), tokens, positions, bucket.parts())
 
     def advance(self, bucket: Bucket, sampling: Sampling, ends: Tensor) -> None:
         """Run one step of a bucket, as a graph replay if graphs are on."""

@@ -4,7 +4,6 @@ For a policy whose engine is exact: both paths must have the same bits. The oper
 `fused.Parts`, which both paths call in the same order; each is wrapped so that it notes its output.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +45,6 @@ Outputs = list[tuple[str, Tensor]]
 
 def first_difference(
     policy: Policy,
-    parts: Callable[[Bucket], Parts],
     prompt: Tensor,
     tokens: Tensor,
     *,
@@ -55,7 +53,7 @@ def first_difference(
 ) -> Difference | None:
     """The first operation that differs for a response [T] to a prompt [P]; None if every bit is equal.
 
-    `parts` makes the layer parts that the engine decodes with. Decoding has `rows` rows, all with this response.
+    The policy must be exact. Decoding has `rows` rows, all with this response.
     """
     with policy.serving():
         trained, index, hidden = _train(policy, prompt, tokens)
@@ -66,7 +64,7 @@ def first_difference(
                 return difference
             store.token.fill_(int(tokens[place]))
             outputs: Outputs = []
-            _decode(policy, parts(bucket), bucket, outputs)
+            _decode(policy, bucket, outputs)
             expected = [(name, output[index[place + 1]]) for name, output in trained]
             difference = _compare(place, [(name, output[0]) for name, output in outputs], expected)
             store.length += 1
@@ -105,10 +103,10 @@ def _open(policy: Policy, prompt: Tensor, length: int, rows: int) -> tuple[KVSto
     return store, bucket, store.ending[0]
 
 
-def _decode(policy: Policy, parts: Parts, bucket: Bucket, outputs: Outputs) -> None:
+def _decode(policy: Policy, bucket: Bucket, outputs: Outputs) -> None:
     """Decode one token per row and note the output of every operation."""
     store, decoder = bucket.store, policy.body.get_decoder()
-    recording = _Recorder(decoder, outputs).wrap(parts)
+    recording = _Recorder(decoder, outputs).wrap(bucket.parts())
     positions = store.base[bucket.slots] + store.length[bucket.slots]
     run_body_without_backward(decoder, store.token[bucket.slots], positions, recording)
 
