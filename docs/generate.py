@@ -10,6 +10,7 @@ from benchmarks import adaptive, claims, laboratory, mismatch, moe, recipes, stu
 from benchmarks.gpu import factors, plan_page
 from benchmarks.gpu import page as gpu_page
 from benchmarks.gpu import smollm2 as smollm2_gpu
+from benchmarks.gpu.exact.page import exact_blocks
 from benchmarks.gpu.figures import figures
 from benchmarks.health import page as health_page
 from benchmarks.objectives import RESULTS, performance_page
@@ -57,6 +58,7 @@ def pages() -> dict[str, str]:
         "docs/peers.md": document(load_results()),
         "docs/trust.md": trust_page(),
         "docs/migrating.md": migrating_page((ROOT / "docs/migrating.md").read_text()),
+        "docs/exact.md": fill_blocks((ROOT / "docs/exact.md").read_text(), exact_blocks()),
         "docs/plan.md": fill_blocks((ROOT / "docs/plan.md").read_text(), plan_page.plan_blocks()),
         "docs/scaling.md": fill_blocks((ROOT / "docs/scaling.md").read_text(), plan_page.scaling_blocks()),
         **moe.figures(moe.load_results()),

@@ -232,7 +232,7 @@ def measure_times(policy: Policy, bench: Bench, rows: Sequence[int], tokens: int
     return times
 
 
-def measure(shape: str, *, quick: bool) -> dict[str, Any]:
+def measure(shape: str, cases: Sequence[str]) -> dict[str, Any]:
     policy = make_policy(shape)
     policy.exact = True
     bench = Bench(device=torch.device("cuda"), tiny=False, deadline=time.monotonic() + 600)
@@ -245,10 +245,12 @@ def measure(shape: str, *, quick: bool) -> dict[str, Any]:
         if isinstance(module, torch.nn.Linear)
     }
     result: dict[str, Any] = {"least rows": least, "seconds to measure them": time.monotonic() - started, "bits": {}}
-    for name, case in ({"4096 tokens": LONG} | CASES if shape == "0.6B" and not quick else CASES).items():
+    wanted = {"4096 tokens": LONG} | CASES if shape == "0.6B" else CASES
+    for name, case in ((name, case) for name, case in wanted.items() if not cases or name in cases):
         result["bits"][name] = compare(policy, case)
         print(shape, name, result["bits"][name], file=sys.stderr, flush=True)
-    result["times"] = measure_times(policy, bench, (8, 64, 256), 256, 2)
+    if not cases:
+        result["times"] = measure_times(policy, bench, (8, 64, 256), 256, 2)
     return result
 
 
@@ -257,13 +259,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--shapes", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--seconds", type=float, default=300.0, help="no shape starts after this many seconds")
-    parser.add_argument("--quick", action="store_true", help="no responses of 4,096 tokens")
+    parser.add_argument("--cases", nargs="+", choices=(*CASES, "4096 tokens"), help="only these, and no times")
     parser.add_argument("--commit", default="", help="stored with the results; the GPU's machine has no history")
     parser.add_argument("--child", choices=CONFIGS, help="measure this shape in this process")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if options.child:
-        options.output.write_text(json.dumps(measure(options.child, quick=options.quick)))
+        options.output.write_text(json.dumps(measure(options.child, options.cases or ())))
         return
     deadline = time.monotonic() + options.seconds
     document: dict[str, Any] = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": options.commit, "shapes": {}}
@@ -274,7 +276,7 @@ def main() -> None:
             continue
         part = options.output.with_suffix(".part")
         command = [sys.executable, "-m", "benchmarks.gpu.exact.engine", "--child", shape, "--output", str(part)]
-        ended = subprocess.run([*command, *(["--quick"] if options.quick else [])], check=False)
+        ended = subprocess.run([*command, *(["--cases", *options.cases] if options.cases else [])], check=False)
         result = {"error": f"exit code {ended.returncode}"} if ended.returncode else json.loads(part.read_text())
         document["shapes"][shape] = result
         options.output.write_text(json.dumps(document, indent=1) + "\n")
