@@ -10,6 +10,7 @@ from benchmarks import adaptive, claims, credit, laboratory, mismatch, moe, reci
 from benchmarks.gpu import factors, plan_page
 from benchmarks.gpu import page as gpu_page
 from benchmarks.gpu import smollm2 as smollm2_gpu
+from benchmarks.gpu.exact.page import exact_blocks
 from benchmarks.gpu.figures import figures
 from benchmarks.health import page as health_page
 from benchmarks.objectives import RESULTS, performance_page
@@ -58,6 +59,7 @@ def pages() -> dict[str, str]:
         "docs/peers.md": document(load_results()),
         "docs/trust.md": trust_page(),
         "docs/migrating.md": migrating_page((ROOT / "docs/migrating.md").read_text()),
+        "docs/exact.md": fill_blocks((ROOT / "docs/exact.md").read_text(), exact_blocks()),
         "docs/plan.md": fill_blocks((ROOT / "docs/plan.md").read_text(), plan_page.plan_blocks()),
         "docs/serve.md": fill_blocks((ROOT / "docs/serve.md").read_text(), {"serve": servers_page.serve_block()}),
         "docs/ahead.md": fill_blocks((ROOT / "docs/ahead.md").read_text(), {"ahead": servers_page.ahead_block()}),

@@ -35,40 +35,44 @@ def step_work(bench: Bench) -> work.Work:
     )
 
 
-def our_part(bench: Bench) -> dict[str, Any]:
-    """Our trainer on its defaults, with the engine that it chooses on this machine."""
-    gpu_update.drop(bench)
-    workload, new = step_work(bench), gpu_decode.sizes(bench)[3]
-    before, memory = bench.held_bytes(), dict[str, Any]()
-    with bench.peak(memory, before):
-        policy = work.make_policy(bench, "0.6B")
-        trainer = gpu_update.fixed_trainer(policy, workload, [])
-        trainer.settings = gpu_update.replace(trainer.settings, anchor="auto")
-        trainer.anchor_choice = None
-        rows = len(workload.prompts) * len(workload.rewards[0])
-        trainer.source.runner.engine = local_engine(policy, rows)
-        trainer.source.runner.limits = Limits(max_response_tokens=new, end_tokens=(policy.vocabulary,))
-        samples, floor = [], None
-        for number in range(2 if bench.tiny else 4):
-            bench.wait()
-            started = time.perf_counter()
-            report = trainer.step()
-            bench.wait()
-            whole = time.perf_counter() - started
-            floor = report.floor or floor
-            if number:
-                times = {name: report.metrics[f"time/{name}_seconds"] for name in ("rollouts", "anchor", "update")}
-                samples.append({"step": whole, **times, "clipped": report.metrics.get("clip/sequences", 0.0)})
-    return {
-        "side": "Legato",
-        **memory,
-        **summary(samples, rows * new),
-        "anchor": trainer.anchor_choice,
-        "noise": None if floor is None else floor.metrics(),
-        "engine": type(trainer.source.runner.engine).__name__,
-        "notes": list(policy.notes),
-        "weight_sync_seconds": _sync_seconds(trainer),
-    }
+def our_part(exact: str) -> Part:
+    """Our trainer on its defaults, with the engine that it chooses on this machine; `exact` as in `rollouts.exact`."""
+
+    def part(bench: Bench) -> dict[str, Any]:
+        gpu_update.drop(bench)
+        workload, new = step_work(bench), gpu_decode.sizes(bench)[3]
+        before, memory = bench.held_bytes(), dict[str, Any]()
+        with bench.peak(memory, before):
+            policy = work.make_policy(bench, "0.6B")
+            trainer = gpu_update.fixed_trainer(policy, workload, [])
+            trainer.settings = gpu_update.replace(trainer.settings, anchor="auto")
+            trainer.anchor_choice = None
+            rows = len(workload.prompts) * len(workload.rewards[0])
+            trainer.source.runner.engine = local_engine(policy, rows, exact=exact)
+            trainer.source.runner.limits = Limits(max_response_tokens=new, end_tokens=(policy.vocabulary,))
+            samples, floor = [], None
+            for number in range(2 if bench.tiny else 4):
+                bench.wait()
+                started = time.perf_counter()
+                report = trainer.step()
+                bench.wait()
+                whole = time.perf_counter() - started
+                floor = report.floor or floor
+                if number:
+                    times = {name: report.metrics[f"time/{name}_seconds"] for name in ("rollouts", "anchor", "update")}
+                    samples.append({"step": whole, **times, "clipped": report.metrics.get("clip/sequences", 0.0)})
+        return {
+            "side": "Legato" if exact == "off" else "Legato, exact engine",
+            **memory,
+            **summary(samples, rows * new),
+            "anchor": trainer.anchor_choice,
+            "noise": None if floor is None else floor.metrics(),
+            "engine": type(trainer.source.runner.engine).__name__,
+            "notes": list(policy.notes),
+            "weight_sync_seconds": _sync_seconds(trainer),
+        }
+
+    return part
 
 
 def _sync_seconds(trainer: Any) -> float | None:
@@ -98,4 +102,9 @@ def trl_part(*, strong: bool) -> Part:
     return part
 
 
-B8: dict[str, Part] = {"Legato": our_part, "TRL strong": trl_part(strong=True), "TRL defaults": trl_part(strong=False)}
+B8: dict[str, Part] = {
+    "Legato": our_part("off"),
+    "Legato exact": our_part("on"),
+    "TRL strong": trl_part(strong=True),
+    "TRL defaults": trl_part(strong=False),
+}

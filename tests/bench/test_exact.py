@@ -1,9 +1,5 @@
 """The experiment on equal bits: its kernels in the interpreter and under the compiler, and the rule that decides."""
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -95,46 +91,3 @@ def test_a_result_without_times_is_no_go() -> None:
     untimed = result()
     untimed["0.6B"]["products"]["q: lt"]["seconds"] = {"8": None}
     assert not decide(untimed)["go"]
-
-
-PROGRAM = """
-import json
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from benchmarks.gpu.exact import kernels, trial
-
-found = {}
-numbers = {"scale": "fp32"}
-for lanes, warps in trial.LAYOUTS:
-    for slices in trial.SLICES:
-        for kernel in (kernels._prefix, kernels._suffix):
-            constants = {"H": 16, "K": 8, "REPEAT": 2, "REPEAT_PAD": 2, "ROWS": lanes // 2, "M": lanes, "D": 128}
-            constants |= {"SLICE": 128 // slices, "BLOCK": 64}
-            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            pointers = {"query": "*bf16", "keys": "*bf16", "values": "*bf16", "out": "*bf16", "states": "*fp32"}
-            pointers |= {"stats": "*fp32"} | dict.fromkeys(
-                ("block_prompt", "block_rows", "prompt_length", "slots", "slot_length"), "*i64")
-            types, divisible = {}, {}
-            for place, name in enumerate(kernel.arg_names):
-                types[name] = "constexpr" if name in constants else pointers.get(name, numbers.get(name, "i32"))
-                if name in pointers:
-                    divisible[(place,)] = [["tt.divisibility", 16]]
-            form = f"{kernel.__name__} {lanes} {warps} {slices}"
-            try:
-                made = compile(ASTSource(kernel, types, constants, divisible), target=GPUTarget("cuda", 90, 32),
-                               options={"num_warps": warps})
-                found[form] = made.metadata.shared
-            except Exception as error:
-                found[form] = f"{type(error).__name__}: {error}"[:300]
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.slow
-def test_the_kernels_under_trial_compile_for_a_hopper_gpu() -> None:
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", PROGRAM], env=clean, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    sizes = json.loads(run.stdout)
-    assert len(sizes) == 18
-    assert {form: size for form, size in sizes.items() if not isinstance(size, int) or size > 227 * 1024} == {}

@@ -21,8 +21,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(buckets, "store_kv", store_kv)
     patch.setattr(buckets, "attend_slots", attend_slots)
     patch.setattr(buckets, "heads_ready", heads_ready)
-    patch.setattr(graphed, "add_norm", add_norm)
-    patch.setattr(graphed, "swiglu", lambda gate, up: silu(gate) * up)
+    patch.setattr(buckets, "add_norm", add_norm)
+    patch.setattr(buckets, "swiglu", lambda gate, up: silu(gate) * up)
     patch.setattr(graphed, "sample", sample)
 
 

@@ -4,6 +4,7 @@ In float32 all results are equal. In bfloat16 two correct computations of the sa
 texts diverge, the model's own forward must give the two tokens nearly equal logits.
 """
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,8 @@ from legato.policy.model.selfcheck import tolerance
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.local.engine import LocalEngine
+from legato.rollouts.local.select import local_engine
+from legato.rollouts.prompts import prompt_texts
 from legato.rollouts.sampling import Sampling
 from tests.proof.waits import no_waiting
 from tests.rollouts.families import (
@@ -267,3 +270,25 @@ def test_bf16_tokens_repeat_from_call_to_call_and_from_engine_to_engine() -> Non
     assert response_tokens(again.generate(requests, Sampling(), LIMITS)) == first
     again.prefixes.clear()  # prefill of a reused prompt may round differently
     assert response_tokens(again.generate(requests, Sampling(), LIMITS)) == first
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
+def test_an_exact_engine_has_the_trainers_bits_whatever_the_batch(name: str) -> None:
+    """`find_difference` compares 1, 2, 3, 9 and 40 rows; 40 rows of one length and refilled slots come after it."""
+    policy = make_policy(name, torch.bfloat16, "cuda")
+    engine = local_engine(policy, 40, exact="on")
+    assert policy.exact and any("the engine is exact" in note for note in policy.notes)
+    requests = make_requests(3, 70, 130, each=25)
+    limits = Limits(max_response_tokens=90, end_tokens=(END, *range(5, 9)))
+    responses = engine.generate(requests, Sampling(temperature=0.8), limits)
+    for request, row in zip(requests, responses, strict=True):
+        for response in row:
+            texts = replace(
+                prompt_texts([request.prompt]),
+                tokens=response.tokens.unsqueeze(0),
+                lengths=torch.tensor([len(response.tokens)]),
+                mask=torch.ones(1, len(response.tokens), dtype=torch.bool),
+                group=torch.tensor([0]),
+                temperature=torch.tensor([0.8]),
+            )
+            assert torch.equal(policy.score(texts, torch.tensor([0])).logprobs.cpu()[0], response.logprobs)

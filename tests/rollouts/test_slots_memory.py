@@ -78,14 +78,14 @@ def fail_above(most: int, stores: "list[weakref.ref[Any]]") -> Callable[..., Non
     """A stand-in for `make_tables` that runs out of memory if there are more than `most` slots."""
     make_tables = slots.KVStore.make_tables
 
-    def make_limited_tables(self: slots.KVStore, heads: Any) -> None:
-        if heads.layer == 1 and heads.layer not in self.keys:
+    def make_limited_tables(self: slots.KVStore, layer: int, keys: Any) -> None:
+        if layer == 1 and layer not in self.keys:
             gc.collect()
             assert all(store() in (None, self) for store in stores), "an earlier store was not freed"
             stores.append(weakref.ref(self))
             if self.room.slots > most:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-        make_tables(self, heads)
+        make_tables(self, layer, keys)
 
     return make_limited_tables
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.exact.kernels import chain, product
+from benchmarks.gpu.exact.kernels import product
 from legato.policy.kernels.attention import attend_forward
 from legato.policy.kernels.decode import Workspace, attend_slots, rows_per_block
+from legato.policy.kernels.exact import attend_chained, rows_per_tile
 from legato.policy.kernels.gradients import rotate_forward
 from legato.policy.kernels.head import project, wide_product
 from legato.policy.kernels.layers import heads as heads_ready
@@ -272,7 +273,6 @@ def _stores(key: Tensor, value: Tensor, ends: Tensor, lengths: Tensor) -> tuple[
 
 def attention(lab: Lab, shape: Shape) -> dict[str, Any]:
     """Unequal elements of the chained kernel against training, and its seconds beside today's decode attention."""
-    repeat = shape.heads // shape.key_heads
     results: dict[str, Any] = {}
     longest = 1024 if lab.cuda else 150
     for count in (1, 8, 64, 256) if lab.cuda else (1, 9):
@@ -284,8 +284,7 @@ def attention(lab: Lab, shape: Shape) -> dict[str, Any]:
             "seconds": lab.seconds([today] * 20),
         }
         for lanes, warps in LAYOUTS:
-            # A row's lanes: its query heads that share a key head.
-            per_block = max(1, lanes // _power(repeat))
+            per_block = rows_per_tile(shape.heads, shape.key_heads, lanes)
             owners, members = group_by_prompt(rows.owners, per_block, count)
             for slices in SLICES:
                 if shape.width // slices < 16:
@@ -296,10 +295,6 @@ def attention(lab: Lab, shape: Shape) -> dict[str, Any]:
                     "seconds": lab.seconds([call] * 20),
                 }
     return results
-
-
-def _power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _chained(
@@ -313,14 +308,16 @@ def _chained(
 ) -> Callable[[], Tensor]:
     lanes, warps, slices = layout
     block_prompt, block_rows = torch.tensor(owners, device=lab.device), torch.tensor(members, device=lab.device)
-    return lambda: chain(
+    # The kernel adds the new token to the stored length itself.
+    length = rows.length - 1
+    return lambda: attend_chained(
         rows.query,
         rows.prompt_keys,
         rows.prompt_values,
         rows.keys,
         rows.values,
         slots=slots,
-        slot_length=rows.length,
+        slot_length=length,
         prompt_length=rows.prompt_length,
         block_prompt=block_prompt,
         block_rows=block_rows,

@@ -131,6 +131,7 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
         'rows_at_once': {'rule': ('integer', (), {'minimum': 1}), 'needed': False, 'value': None, 'default': '`256`', 'says': 'Sequences decoded together: more is faster and needs more memory.', 'resume': 'free'},
         'kv_memory_share': {'rule': ('number', (), {'above': 0.0, 'maximum': 1.0}), 'needed': False, 'value': None, 'default': '`0.5`', 'says': 'On a GPU, the share of the memory training leaves free that keys and values may take; rows_at_once is cut to fit.', 'resume': 'free'},
         'record_routes': {'rule': ('flag_or', ('auto',), {}), 'needed': False, 'value': None, 'default': '`"auto"`', 'says': 'Whether the engine records the experts of every token it reads, K bytes a layer and token; auto: if there are any.', 'resume': 'flag'},
+        'exact': {'rule': ('choice', ('auto', 'on', 'off'), {}), 'needed': False, 'value': None, 'default': '`"auto"`', 'says': "Whether the engine's log-probs equal the trainer's to the bit, so that the old policy need not be scored. Possible for dense Llama, Mistral, Qwen2 and Qwen3 in bfloat16 on a Hopper GPU, in one turn; auto: there, where 128 rows or more decode at once.", 'resume': 'flag'},
         'ahead': {'rule': ('integer', (), {'minimum': 0, 'maximum': 64}), 'needed': False, 'value': None, 'default': '`0`', 'says': 'Steps by which sampling may be ahead of training: 1 + ahead steps of groups are in flight, and weights are at most so many versions old (docs/ahead.md). 0: a step samples, then trains.', 'resume': 'flag'},
     },
     'rollouts.servers': {
@@ -460,6 +461,11 @@ PARTS: dict[str, dict[str, str]] = {
         'objective.ratio': 'product',
     },
     'grpo': {
+        'advantage': 'group-z',
+        'aggregate': 'sequence-mean',
+        'objective.ratio': 'geometric',
+    },
+    'grpo-baseline': {
         'advantage': 'group-z',
         'aggregate': 'sequence-mean',
         'objective.ratio': 'geometric',

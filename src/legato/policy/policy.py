@@ -7,7 +7,7 @@ with policy.accumulate_gradient(texts, rows) as forward:                the body
                                                                         leaving the block, the body goes backward
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,8 +22,9 @@ from legato.errors import InputError
 from legato.policy.experts.routers import Routers, find_routers
 from legato.policy.experts.routing import Cells, Directions, Routed, Tap, Traffic
 from legato.policy.head.head import Head
-from legato.policy.layers.fused import Parts, Projected, run_body, why_not
+from legato.policy.layers.fused import Parts, Projected, run_body, run_body_without_backward, why_not
 from legato.policy.layers.layer import run_plain_layer
+from legato.policy.layers.products import project_alike
 from legato.policy.layout import attention
 from legato.policy.layout.packs import Pack, pack
 from legato.policy.layout.spans import Spans
@@ -122,6 +123,8 @@ class Policy:
     """Compute the prompt of a group once per pack; False: once per response."""
     fused: bool = True
     """Train through fused layer parts on a GPU where the family is known; False: through the model's own layers."""
+    exact: bool = False
+    """Compute products so that the bits of a token do not depend on its pack (`layers/products.py`)."""
     value_head: ValueHead | None = None
     logits_at_once: int | None = None
     """How many logits are allocated at once; None: 2^23 on a CPU (32 MiB), 5 * 2^27 on a GPU (1.3 GB of 16 bits)."""
@@ -289,7 +292,8 @@ class Policy:
             tokens, positions, read = pad_rows(packed)
             yield self.hidden(tokens, positions).flatten(0, 1)[read]
         elif packed.reads is not None and self.trains_fused:
-            with run_body(self.body.get_decoder(), packed.tokens, packed.positions, _fused_parts(packed)) as hidden:
+            parts = _fused_parts(packed, exact=self.exact)
+            with run_body(self.body.get_decoder(), packed.tokens, packed.positions, parts) as hidden:
                 yield packed.reads.take(hidden)
         else:
             with self.attending(packed):
@@ -346,6 +350,19 @@ class Policy:
             entropy=_spread(entropy, place, shape),
             values=None if values is None else _spread(values, place, shape),
         )
+
+    def read_as_in_training(
+        self,
+        packed: Pack,
+        keep: Callable[[int, Tensor, Tensor], None],
+        wrap: Callable[[Parts], Parts] = lambda parts: parts,
+    ) -> Tensor:
+        """[N, width]: the last hidden state of every token of a pack by fused parts, without a gradient.
+
+        `keep(layer, keys, values)` receives the keys and values [N, K, D] of each layer; `wrap` may replace parts.
+        """
+        parts = wrap(_fused_parts(packed, exact=self.exact, keep=keep))
+        return run_body_without_backward(self.body.get_decoder(), packed.tokens, packed.positions, parts)
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The body's last hidden state, `[rows, tokens, N]`."""
@@ -428,8 +445,8 @@ def local_part(tensor: Tensor) -> Tensor:
     return local
 
 
-def _fused_parts(packed: Pack) -> Parts:
-    """The fused layer parts, with gradients, for the tokens of a pack."""
+def _fused_parts(packed: Pack, *, exact: bool, keep: Callable[[int, Tensor, Tensor], None] | None = None) -> Parts:
+    """The fused layer parts, with gradients, for the tokens of a pack; `keep` receives each layer's keys and values."""
     from legato.policy.kernels.gradients import add_norm_with_gradient, rotate, swiglu_with_gradient
 
     spans, keys_and_values = packed.spans, dict[int, tuple[Tensor, Tensor]]()
@@ -440,6 +457,8 @@ def _fused_parts(packed: Pack) -> Parts:
         cosine, sine, width = projected.cosine, projected.sine, projected.width
         value = projected.value.reshape(len(projected.value), -1, width)
         keys_and_values[layer] = (rotate(projected.key, cosine, sine, key_norm, epsilon, width), value)
+        if keep is not None:
+            keep(layer, *keys_and_values[layer])
         return rotate(projected.query, cosine, sine, query_norm, epsilon, width)
 
     def attend(layer: int, query: Tensor, scaling: float) -> Tensor:
@@ -447,9 +466,17 @@ def _fused_parts(packed: Pack) -> Parts:
         return spans.attend(query, key, value, scaling, None)
 
     def whole(layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-        return run_plain_layer(layer, residual, update, cosine, sine, spans)
+        return run_plain_layer(layer, residual, update, cosine, sine, spans, exact=exact)
 
-    return Parts(ready=ready, attend=attend, add_norm=add_norm_with_gradient, swiglu=swiglu_with_gradient, whole=whole)
+    return Parts(
+        ready=ready,
+        attend=attend,
+        add_norm=add_norm_with_gradient,
+        swiglu=swiglu_with_gradient,
+        project=project_alike if exact else nn.Module.__call__,
+        # A whole layer keeps its keys to itself.
+        whole=whole if keep is None else None,
+    )
 
 
 def pad_rows(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:

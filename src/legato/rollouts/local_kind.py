@@ -31,6 +31,8 @@ class Local(EngineKind):
                 kv_memory_share=options.kv_memory_share,
                 record_routes=options.records_routes,
                 training_bytes=options.training_bytes,
+                exact=options.exact,
+                world=options.world,
             )
         return MismatchedEngine(
             policy,

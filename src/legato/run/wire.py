@@ -56,6 +56,9 @@ from legato.training.step import Trainer, routing_options
 from legato.training.tables import needs
 from legato.training.teacher import Teacher
 
+EXACT_ROWS = 128
+"""From so many rows at once on an exact engine costs less than scoring the old policy, which it saves (docs/exact.md)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonObjects:
@@ -385,12 +388,39 @@ def _engine_options(config: Config, policy: Policy, *, trains: bool, ranks: int 
     return select(
         EngineOptions,
         [rollouts],
+        exact=_exactness(config, policy) if trains else "off",
         mismatch=rollouts.mismatch,
         training_bytes=later,
         run_seed=training.seed,
         servers=rollouts.servers,
         context_tokens=config.policy.max_prompt_tokens + longest_response(config),
     )
+
+
+def _exactness(config: Config, policy: Policy) -> str:
+    """`rollouts.exact` as it applies to this run. Settings that rule it out are refused if it must be "on"."""
+    rollouts, training = config.rollouts, config.training
+    wanted = rollouts.exact
+    rows = min(rollouts.rows_at_once, training.prompts_per_step * rollouts.samples_per_prompt)
+    reasons = {
+        "an environment plays several turns, and a later turn reads the earlier ones as its prompt": config.task.environment,
+        "top-p, top-k and min-p cut the distribution after the head": select(Sampling, [rollouts]).truncates,
+        f"rollouts.ahead = {rollouts.ahead}: responses are of older weights": rollouts.ahead > 0,
+        f"rollouts.mismatch.kind = {rollouts.mismatch.kind!r}": rollouts.mismatch.kind != "none",
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if wanted == "on" and reason is not None:
+        raise InputError(
+            f"expected rollouts.exact = 'auto' or 'off', got 'on': engine and trainer cannot be equal to the bit, because"
+            f" {reason}"
+        )
+    if wanted == "auto" and reason is None and rows < EXACT_ROWS:
+        reason = f"{rows} rows decode at once; from {EXACT_ROWS} on it costs less than it saves"
+    if wanted == "auto" and reason is not None:
+        if policy.device.type == "cuda":
+            policy.notes.append(f"engine and trainer are not equal to the bit (rollouts.exact): {reason}")
+        return "off"
+    return wanted
 
 
 def longest_response(config: Config) -> int:

@@ -32,6 +32,8 @@ from legato.training.plan import micro_batches
 from legato.training.tables import Tables
 
 ROWS = 64
+WALKED = 256
+"""Tokens of a response that are walked through operation by operation where engine and trainer differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +71,19 @@ class Floor:
     """The narrower side of the algorithm's clip, as a distance of log s; None where it has none."""
     bounds: Mapping[str, Bounds] = field(default_factory=dict)
     """The bands of the trust regions at the time of the probe, by part."""
+    engine_tokens: float = 0.0
+    """Share of tokens whose log-prob differs in any bit between engine and trainer."""
+    exact: bool = False
+    """Whether engine and trainer must be equal to the bit (`rollouts.exact`)."""
+    difference: str = ""
+    """The first operation in which they differ although they must not."""
 
     def metrics(self) -> dict[str, float]:
-        metrics = {"noise/same_tokens": self.same_tokens, "noise/engine_token_max": self.engine.token_max}
+        metrics = {
+            "noise/same_tokens": self.same_tokens,
+            "noise/engine_tokens": self.engine_tokens,
+            "noise/engine_token_max": self.engine.token_max,
+        }
         for name, gap in self._gaps():
             metrics |= {f"noise/{name}_max": gap.max, f"noise/{name}_rms": gap.rms, f"noise/{name}_ratio": gap.ratio}
             if gap.clipped is not None:
@@ -93,7 +105,12 @@ class Floor:
     @property
     def sampler_is_safe(self) -> bool:
         """Whether the engine's log-probs may be the anchor."""
-        return self.band is not None and is_within(self.engine, self.band)
+        return self.equal or (self.band is not None and is_within(self.engine, self.band))
+
+    @property
+    def equal(self) -> bool:
+        """Whether engine and trainer must be equal to the bit and are."""
+        return self.exact and not self.engine_tokens
 
     @property
     def fills_the_band(self) -> bool:
@@ -124,6 +141,8 @@ class Floor:
         else:
             shares = [f"{100 * gap.clipped:.3g} %" for _, gap in self._gaps() if gap.clipped is not None]
             lines.append(f"outside the clip band of {self.band:.1e}: {', '.join(shares)} of {self.unit}; {chosen}")
+        if self.equal:
+            lines.append("engine and trainer equal: every log-prob of the engine has the trainer's bits")
         return [*lines, *self._warnings(anchor)]
 
     def verdict(self, anchor: str) -> list[str]:
@@ -131,6 +150,8 @@ class Floor:
         warnings = [each for each in self._warnings(anchor) if each.startswith("warning: ")]
         if warnings:
             return ["numerics are not fine (all numbers in the report):", *warnings]
+        if self.equal and anchor == "sampler":
+            return ["numerics are exact: engine and trainer equal to the bit, so the engine's log-probs are the old ones"]
         if anchor == "recompute":
             why = ": the engine's own are not exact enough" if self.fills_the_band else ""
             return [
@@ -142,6 +163,11 @@ class Floor:
 
     def _warnings(self, anchor: str) -> list[str]:
         lines = []
+        if self.exact and self.engine_tokens:
+            lines.append(
+                f"warning: {100 * self.engine_tokens:.3g} % of tokens differ between engine and trainer, which are exact"
+                f" (rollouts.exact): {self.difference or 'the walk through both found no operation that differs'}"
+            )
         if self.band is not None and self.fills_the_band:
             gap = f"engine and trainer differ by up to {self.engine.bounded:.1e} where {self.band / 3:.1e} would be safe"
             warning = f"warning: {gap}: the clip will act on what nobody trained"
@@ -195,15 +221,35 @@ def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack:
         return call_parts(measure_gap, algorithm, mask, turn, mask.difference(left, right.to(left.dtype)), state)
 
     unequal = (with_gradient != together)[mask.tokens]
+    sampled = tables.sampler_logprobs[rows].to(together.dtype)
+    of_engine = (together != sampled) & mask.tokens
     return Floor(
         same=gap(with_gradient, together),
         packs=gap(together, alone),
-        engine=gap(together, tables.sampler_logprobs[rows]),
+        engine=gap(together, sampled),
         same_tokens=float(unequal.double().mean()) if len(unequal) else 0.0,
+        engine_tokens=float(of_engine.sum() / mask.tokens.sum()) if len(unequal) else 0.0,
+        exact=policy.exact,
+        difference=_walk(policy, tables, rows[of_engine.any(1).cpu()]) if policy.exact else "",
         unit="responses" if _clips_responses(algorithm) else "tokens",
         band=band(algorithm, state),
         bounds=algorithm.objective.bounds(state),
     )
+
+
+def _walk(policy: Policy, tables: Tables, rows: Tensor) -> str:
+    """The first operation that differs between decoding and training in the first of some rows; "" if there is none."""
+    if not len(rows):
+        return ""
+    from legato.rollouts.gpu.walk import first_difference
+
+    texts, row = tables.texts, int(rows[0])
+    group, length = int(texts.group[row]), min(int(texts.lengths[row]), WALKED)
+    prompt = texts.prompts[group, : int(texts.prompt_lengths[group])]
+    difference = first_difference(
+        policy, prompt.cpu(), texts.tokens[row, :length].cpu(), temperature=float(texts.temperature[row])
+    )
+    return "" if difference is None else str(difference)
 
 
 def measure_gap(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken, state: State | None = None) -> Gap:

@@ -51,6 +51,7 @@ RUN_METRICS: tuple[Metric, ...] = (
     Metric("router/replay_missing", "tokens read under replay without a record of their routes / tokens read", "[0, 1]", "above 0: the engine did not record them, and they went their own way"),
     Metric("router/balance", "E times the sum over experts of share of choices times mean probability, mean over layers; with training.load_balance on", "> 0", "1 where the load is even; growing: the loss is too weak"),
     Metric("noise/same_tokens", "tokens whose log-prob differs in any bit between a pass with and one without a gradient over one pack / tokens", "[0, 1]", "above 0: s is not exactly 1 before the first update"),
+    Metric("noise/engine_tokens", "tokens whose log-prob differs in any bit between engine and trainer / tokens", "[0, 1]", "above 0 where rollouts.exact is in force: the run says in which operation they part"),
     Metric("noise/same_max", "largest |log s| of a response between those two passes", ">= 0", "above 0: as above"),
     Metric("noise/same_rms", "root mean square of the same", ">= 0", "as above"),
     Metric("noise/same_ratio", "largest |r - 1| between them, r the algorithm's own ratio (of a response, a turn or a token)", ">= 0", "as above"),

@@ -88,6 +88,7 @@ TITLES = {
     "noise/same_ratio": "Noise floor, same pack: ratio",
     "noise/same_rms": "Noise floor, same pack: typical",
     "noise/same_tokens": "Noise floor, same pack: tokens that differ",
+    "noise/engine_tokens": "Noise floor, engine: tokens that differ",
     "optimizer/lr": "Learning rate",
     "prompts/too_long": "Problems left out: prompt too long",
     "ratio/sequence_log": "Log-ratio of responses",

@@ -116,11 +116,8 @@ def add_norm_with_gradient(residual: Tensor, update: Tensor | None, weight: Tens
 
 
 @triton.jit
-def _rotate(source, cosine, sine, weight, out, epsilon, PAIRS, HEADS, D: tl.constexpr, HALF: tl.constexpr,
-            BLOCK: tl.constexpr, NORM: tl.constexpr):
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    half = tl.arange(0, HALF)
-    inside = (pair < PAIRS)[:, None] & (half < D // 2)[None, :]
+def rotated(source, cosine, sine, weight, epsilon, pair, half, inside, HEADS, D: tl.constexpr, NORM: tl.constexpr):
+    """Both halves [pairs, HALF] of some heads, normed and rotated; a pair is one head of one token."""
     low_at = pair.to(tl.int64)[:, None] * D + half[None, :]
     angle_at = (pair // HEADS).to(tl.int64)[:, None] * D + half[None, :]
     low = tl.load(source + low_at, mask=inside, other=0.0)
@@ -140,8 +137,19 @@ def _rotate(source, cosine, sine, weight, out, epsilon, PAIRS, HEADS, D: tl.cons
     s_high = tl.load(sine + angle_at + D // 2, mask=inside, other=0.0).to(tl.float32)
     rotated_low = ((x * c_low).to(kind).to(tl.float32) + (-y * s_low).to(kind).to(tl.float32)).to(kind)
     rotated_high = ((y * c_high).to(kind).to(tl.float32) + (x * s_high).to(kind).to(tl.float32)).to(kind)
-    tl.store(out + low_at, rotated_low, mask=inside)
-    tl.store(out + low_at + D // 2, rotated_high, mask=inside)
+    return rotated_low, rotated_high
+
+
+@triton.jit
+def _rotate(source, cosine, sine, weight, out, epsilon, PAIRS, HEADS, D: tl.constexpr, HALF: tl.constexpr,
+            BLOCK: tl.constexpr, NORM: tl.constexpr):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    half = tl.arange(0, HALF)
+    inside = (pair < PAIRS)[:, None] & (half < D // 2)[None, :]
+    low, high = rotated(source, cosine, sine, weight, epsilon, pair, half, inside, HEADS, D, NORM)
+    low_at = pair.to(tl.int64)[:, None] * D + half[None, :]
+    tl.store(out + low_at, low, mask=inside)
+    tl.store(out + low_at + D // 2, high, mask=inside)
 
 
 @triton.jit
@@ -186,6 +194,12 @@ def _rotate_backward(source, cosine, sine, weight, to_out, to_source, to_weight,
         tl.store(place + D // 2, weight_gradient_high, mask=half < D // 2)
 
 
+def rotation_blocks(width: int) -> tuple[int, int]:
+    """The padded half of a head, and how many heads a program rotates; both decide the order of a head's sums."""
+    half = triton.next_power_of_2(width // 2)
+    return half, max(1, _BLOCK // half)
+
+
 def rotate_forward(
     source: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, epsilon: float, width: int
 ) -> Tensor:
@@ -193,8 +207,7 @@ def rotate_forward(
     heads = source.shape[1] // width
     pairs = len(source) * heads
     out = torch.empty(len(source), heads, width, dtype=source.dtype, device=source.device)
-    half = triton.next_power_of_2(width // 2)
-    block = max(1, _BLOCK // half)
+    half, block = rotation_blocks(width)
     _rotate[(triton.cdiv(pairs, block),)](
         source, cosine, sine, cosine if weight is None else weight, out, epsilon, pairs, heads,
         D=width, HALF=half, BLOCK=block, NORM=weight is not None, num_warps=4,

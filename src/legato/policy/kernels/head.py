@@ -99,7 +99,9 @@ def _finish_product(product, targets, scales, best_out, total_out, moment_out, c
             BM, TILE, SOFTCAP, KEEP, False)
 
 
-@triton.jit
+# Not specialised by the number of rows: Triton would load rows of another alignment in another layout and add up in another
+# order, and the bits of a token would depend on how many tokens are scored with it.
+@triton.jit(do_not_specialize=["N"])
 def _fold(best_in, total_in, moment_in, chosen_in, normaliser_out, logprob_out, entropy_out, N, TILES, ROWS: tl.constexpr,
           BLOCK: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

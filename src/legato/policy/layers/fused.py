@@ -80,6 +80,8 @@ class Parts:
     attend: Attend
     add_norm: AddNorm
     swiglu: Callable[[Tensor, Tensor], Tensor]
+    project: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__
+    """(projection, input) -> output. `policy.layers.products` has one whose rows do not depend on the batch."""
     whole: Callable[[Any, Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     """Runs a layer of plain projections (`layer.is_plain`) in one call: (layer, residual, update, cosine, sine).
 
@@ -168,19 +170,20 @@ def _compute_layer(
     if hasattr(attention, "q_norm"):
         norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
     projected = Projected(
-        query=attention.q_proj(x),
-        key=attention.k_proj(x),
-        value=attention.v_proj(x),
+        query=parts.project(attention.q_proj, x),
+        key=parts.project(attention.k_proj, x),
+        value=parts.project(attention.v_proj, x),
         cosine=cosine,
         sine=sine,
         norms=norms,
         width=attention.head_dim,
     )
     query = parts.ready(number, projected)
-    attended = attention.o_proj(parts.attend(number, query, attention.scaling).flatten(1))
+    attended = parts.project(attention.o_proj, parts.attend(number, query, attention.scaling).flatten(1))
     residual, x = parts.add_norm(residual, attended, second.weight, second.variance_epsilon)
     mlp = layer.mlp
     if is_swiglu(mlp):
-        return residual, mlp.down_proj(parts.swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+        product = parts.swiglu(parts.project(mlp.gate_proj, x), parts.project(mlp.up_proj, x))
+        return residual, parts.project(mlp.down_proj, product)
     output = mlp(x.unsqueeze(0))
     return residual, (output[0] if isinstance(output, tuple) else output)[0]

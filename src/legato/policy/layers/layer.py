@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
+from legato.policy.layers import products
 from legato.policy.layers.accumulate import add_gradient, add_product
 from legato.policy.layout.spans import Spans
 
@@ -57,9 +57,19 @@ def weights_of(layer: Any) -> list[Tensor | None]:
 
 
 def run_plain_layer(
-    layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor, spans: Spans
+    layer: Any,
+    residual: Tensor,
+    update: Tensor | None,
+    cosine: Tensor,
+    sine: Tensor,
+    spans: Spans,
+    *,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Run a layer that `is_plain` on the tokens of a pack; returns (residual, update), where the update is not added yet."""
+    """Run a layer that `is_plain` on the tokens of a pack; returns (residual, update), where the update is not added yet.
+
+    With `exact` the bits of a token do not depend on how many tokens the pack has (`products.py`).
+    """
     attention = layer.self_attn
     query_norm = getattr(attention, "q_norm", None)
     options = _Options(
@@ -69,6 +79,7 @@ def run_plain_layer(
         first=layer.input_layernorm.variance_epsilon,
         heads=0.0 if query_norm is None else query_norm.variance_epsilon,
         second=layer.post_attention_layernorm.variance_epsilon,
+        exact=exact,
     )
     output: tuple[Tensor, Tensor] = _Layer.apply(  # type: ignore[no-untyped-call]
         options,
@@ -90,6 +101,7 @@ class _Options:
     """Epsilons: of the norm before attention, of the heads' norms (`heads`), of the norm before the MLP (`second`)."""
     heads: float
     second: float
+    exact: bool
 
 
 class _Layer(torch.autograd.Function):
@@ -105,6 +117,7 @@ class _Layer(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         from legato.policy.kernels.layers import add_norm, swiglu
 
+        linear = products.linear if options.exact else nn.functional.linear
         first_norm, second_norm, query_norm, key_norm, wq, wk, wv, wo, wg, wu, wd, bq, bk, bv = weights
         total, x = add_norm(residual, update, first_norm, options.first)
         query, key, value = linear(x, wq, bq), linear(x, wk, bk), linear(x, wv, bv)

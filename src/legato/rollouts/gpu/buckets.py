@@ -1,14 +1,20 @@
-"""Buckets: fixed numbers of rows decoded together on a GPU, with their attention view and captured graphs."""
+"""Buckets: fixed numbers of rows decoded together on a GPU, with their attention view and captured graphs.
+
+An exact bucket has the arithmetic of training (`kernels/exact.py`, `layers/products.py`): slower with few rows.
+"""
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from legato.policy.kernels.decode import Workspace, attend_slots, rows_per_block
 from legato.policy.kernels.decode import store as store_kv
+from legato.policy.kernels.exact import attend_chained, rotate_into_slots, rows_per_tile
+from legato.policy.kernels.layers import add_norm, swiglu
 from legato.policy.kernels.layers import heads as heads_ready
-from legato.policy.layers.fused import Projected
+from legato.policy.layers.fused import Parts, Projected
+from legato.policy.layers.products import project_alike
 from legato.policy.layout.attention import Heads
 from legato.rollouts.gpu.slots import KVStore, device_ints, group_by_prompt
 
@@ -19,8 +25,8 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536,
 class Bucket:
     """Rows decoded together: their slots, the blocks that share a prompt, and the captured graph."""
 
-    def __init__(self, rows: int, store_: KVStore, device: torch.device) -> None:
-        self.rows, self.store = rows, store_
+    def __init__(self, rows: int, store_: KVStore, device: torch.device, *, exact: bool = False) -> None:
+        self.rows, self.store, self.exact = rows, store_, exact
         self.slots = torch.full((rows,), store_.dump, dtype=torch.int64, device=device)
         self.blocks: dict[int, tuple[Tensor, Tensor]] = {}
         """rows per block -> (prompt of each block, its rows); layers with other heads have other block sizes"""
@@ -68,10 +74,20 @@ class Bucket:
         )
         return output.unsqueeze(1)
 
+    def parts(self) -> Parts:
+        """The functions that fused layers call for the rows of this bucket."""
+        return Parts(
+            ready=self.store_heads,
+            attend=self.attend_stored,
+            add_norm=add_norm,
+            swiglu=swiglu,
+            project=project_alike if self.exact else nn.Module.__call__,
+        )
+
     def store_heads(self, layer: int, projected: Projected) -> Tensor:
         """Normalise and rotate the heads and store keys and values, in one kernel; returns the queries."""
-        store = self.store
-        return heads_ready(
+        store, kernel = self.store, rotate_into_slots if self.exact else heads_ready
+        return kernel(
             projected.query,
             projected.key,
             projected.value,
@@ -99,6 +115,21 @@ class Bucket:
         rows, count, width = query.shape
         store = self.store
         key_heads = store.keys[layer].shape[1]
+        if self.exact:
+            block_prompt, block_rows = self._blocks(rows_per_tile(count, key_heads))
+            return attend_chained(
+                query,
+                store.prompt_keys[layer],
+                store.prompt_values[layer],
+                store.keys[layer],
+                store.values[layer],
+                slots=self.slots,
+                slot_length=store.length,
+                prompt_length=store.prompt_length,
+                block_prompt=block_prompt,
+                block_rows=block_rows,
+                scale=scaling,
+            )
         block_prompt, block_rows = self._blocks(rows_per_block(count, key_heads))
         shape = (count, width)
         if shape not in self.workspaces:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from legato.policy.head.head import Head
-from legato.policy.kernels.layers import add_norm, swiglu
 from legato.policy.kernels.sample import sample
-from legato.policy.layers.fused import Parts, run_body_without_backward, why_not
+from legato.policy.layers.fused import run_body_without_backward, why_not
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Capabilities, Finished, Handle, Job, JobEngine, Limits, Progress, Request, Response
 from legato.rollouts.gpu import budget
@@ -90,6 +89,11 @@ class GraphedEngine(JobEngine):
         self._budget: int | None = None
         self._per_token: int | None = None
         self._ends = device_ints([-1] * 8, policy.device)
+
+    @property
+    def exact(self) -> bool:
+        """Whether log-probs of sampled tokens equal the trainer's to the bit."""
+        return self.policy.exact and self.fused
 
     # Requests
 
@@ -343,9 +347,13 @@ class GraphedEngine(JobEngine):
         """Sample the next token of each slot, `add` positions after the last stored key."""
         store = self.store
         assert store is not None
-        logits = Head.from_body(self.policy.body).exact(hidden)
+        head = Head.from_body(self.policy.body)
+        logits = head.exact(hidden)
         if not sampling.truncates:
             tokens, logprobs = sample(logits, slots, store.seed, store.length, temperature=sampling.temperature, add=add)
+            if self.exact:
+                temperature = torch.full((len(tokens),), sampling.temperature or 1.0, device=tokens.device)
+                logprobs, _ = head.score(hidden, tokens, temperature)
             return Choice(tokens=tokens, logprobs=logprobs, kept_logmass=None)
         return choose_plainly(logits, uniform(store.seed[slots], store.length[slots] + add), sampling)
 
@@ -353,8 +361,7 @@ class GraphedEngine(JobEngine):
         """[R, N]: the last hidden state of one token per row, through fused layers if the model family is known."""
         if not self.fused:
             return self.policy.hidden(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
-        parts = Parts(ready=bucket.store_heads, attend=bucket.attend_stored, add_norm=add_norm, swiglu=swiglu)
-        return run_body_without_backward(self.policy.body.get_decoder(), tokens, positions, parts)
+        return run_body_without_backward(self.policy.body.get_decoder(), tokens, positions, bucket.parts())
 
     def advance(self, bucket: Bucket, sampling: Sampling, ends: Tensor) -> None:
         """Run one step of a bucket, as a graph replay if graphs are on."""
@@ -395,7 +402,7 @@ class GraphedEngine(JobEngine):
         slots = self.store.room.slots
         size = min(next((size for size in BUCKETS if size >= rows), slots), slots)
         if size not in self.buckets:
-            self.buckets[size] = Bucket(size, self.store, self.policy.device)
+            self.buckets[size] = Bucket(size, self.store, self.policy.device, exact=self.exact)
         return self.buckets[size]
 
 

@@ -47,7 +47,10 @@ class PartialResponse:
 
 
 def read_prompts(policy: Policy, store: KVStore, openings: Sequence[Opening]) -> None:
-    """Prefill prompts into their entries and store the last hidden state of each."""
+    """Prefill prompts into their entries and store the last hidden state of each.
+
+    Under an exact policy (`Policy.exact`) whole prompts and partial responses are read by the layers of training.
+    """
     for continued in (False, True):
         chosen = sorted((one for one in openings if (one.known > 0) is continued), key=lambda one: one.new)
         for part in _batches_in_budget(chosen):
@@ -90,8 +93,7 @@ def _reread_groups(policy: Policy, store: KVStore, groups: Sequence[Sequence[Par
     packed = pack(texts, torch.arange(len(responses))).to(store.device)
     entries = device_ints([group[0].entry for group in groups], store.device)
     slots = device_ints([text.slot for text in responses], store.device)
-    with policy.attending(_WholePrompts(store, packed, entries, slots)):
-        hidden = policy.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
+    hidden = _WholePrompts(store, packed, entries, slots).read(policy)
     store.keep_ending(hidden[packed.prompt_ends], entries)
 
 
@@ -113,8 +115,8 @@ def _read_whole(policy: Policy, store: KVStore, openings: Sequence[Opening], ent
     def note(number: int, experts: Tensor) -> None:
         store.prompt_routes[number][entries, 0, :columns] = experts[packed.prefix]
 
-    with policy.attending(_WholePrompts(store, packed, entries)), listen_to_routers(store.routers, note):
-        hidden = policy.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
+    with listen_to_routers(store.routers, note):
+        hidden = _WholePrompts(store, packed, entries).read(policy)
     if not store.prompt_keys:
         # Comparing log-probs would not always notice it: those of small random weights hardly depend on attention.
         raise RuntimeError(f"{type(policy.body).__name__} does not attend through transformers' attention interface")
@@ -141,18 +143,32 @@ class _WholePrompts:
     def __init__(self, store: KVStore, packed: Pack, entries: Tensor, slots: Tensor | None = None) -> None:
         self.store, self.packed, self.entries, self.slots = store, packed, entries, slots
 
-    def attend(self, heads: Heads) -> Tensor:
-        store, packed = self.store, self.packed
-        store.make_tables(heads)
-        self._fill(store.prompt_keys, store.prompt_values, self.entries, packed.prefix, heads)
-        if self.slots is not None:
-            self._fill(store.keys, store.values, self.slots, packed.suffix, heads)
-        return packed.attend(heads)
+    def read(self, policy: Policy) -> Tensor:
+        """The last hidden state of every token of the pack; the store receives keys and values."""
+        packed = self.packed
+        if policy.exact:
+            return policy.read_as_in_training(packed, self._keep)
+        with policy.attending(self):
+            return policy.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
 
-    def _fill(self, keys: Tables, values: Tables, rows: Tensor, index: Tensor, heads: Heads) -> None:
+    def attend(self, heads: Heads) -> Tensor:
+        self._keep(heads.layer, *(table[0].transpose(0, 1) for table in (heads.key, heads.value)))
+        return self.packed.attend(heads)
+
+    def _keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store the keys and values [N, K, D] of a layer."""
+        store = self.store
+        store.make_tables(layer, keys)
+        self._fill((store.prompt_keys, store.prompt_values), layer, self.entries, self.packed.prefix, (keys, values))
+        if self.slots is not None:
+            self._fill((store.keys, store.values), layer, self.slots, self.packed.suffix, (keys, values))
+
+    def _fill(
+        self, tables: tuple[Tables, Tables], layer: int, rows: Tensor, index: Tensor, sources: tuple[Tensor, Tensor]
+    ) -> None:
         """Copy keys and values into tables. `index` [rows, columns] is the token of the pack for each column."""
-        for tables, source in ((keys, heads.key), (values, heads.value)):
-            tables[heads.layer][rows, :, : index.shape[1]] = source[0].transpose(0, 1)[index].transpose(1, 2)
+        for table, source in zip(tables, sources, strict=True):
+            table[layer][rows, :, : index.shape[1]] = source[index].transpose(1, 2)
 
 
 class _PromptRests:

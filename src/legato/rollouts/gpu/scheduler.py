@@ -256,7 +256,8 @@ class Scheduler:
         for job in jobs:
             prompt = job.request.prompt
             entry = self.free_prompts.pop()
-            source = prefixes.longest_prefix(prompt)
+            # A stored response has its own tiles of keys; in a prompt of training they would begin elsewhere.
+            source = None if self.engine.policy.exact else prefixes.longest_prefix(prompt)
             if source is not None:
                 sources.append((source, entry))
             openings.append(Opening(entry=entry, prompt=prompt, known=0 if source is None else source.tokens))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from legato.core.device import to_device
 from legato.policy.experts.routers import Routers
-from legato.policy.layout.attention import Heads
 from legato.rollouts.sampling import Choice
 
 
@@ -118,12 +117,12 @@ class KVStore:
             (self.routes, room.slots + 1, room.response_tokens),
         )
 
-    def make_tables(self, heads: Heads) -> None:
-        """Allocate the KV tables of a layer that runs for the first time."""
-        _, key_heads, _, width = heads.key.shape
+    def make_tables(self, layer: int, keys: Tensor) -> None:
+        """Allocate the KV tables of a layer that runs for the first time, for keys [N, K, D]."""
+        _, key_heads, width = keys.shape
         for tables, rows, columns in self._kv_tables(self.room):
-            if heads.layer not in tables:
-                tables[heads.layer] = heads.key.new_zeros(rows, key_heads, columns, width)
+            if layer not in tables:
+                tables[layer] = keys.new_zeros(rows, key_heads, columns, width)
 
     def grow(self, room: Room) -> None:
         """Resize and keep the KV cache. Table by table, so that old and new never exist in full together."""

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from legato.core.world import OneProcess, World
+from legato.errors import InputError
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Engine
 from legato.rollouts.local.agreement import disagreement
@@ -16,11 +18,55 @@ def local_engine(
     kv_memory_share: float = 0.5,
     record_routes: bool = False,
     training_bytes: int = 0,
+    exact: str = "off",
+    world: World | None = None,
 ) -> Engine:
     """The fastest engine that supports this policy on its device. A fallback is added to the policy's notes.
 
-    `training_bytes`: device memory that training will still allocate.
+    `training_bytes`: device memory that training will still allocate. `exact`: whether its log-probs must equal the
+    trainer's to the bit ("on"), shall where they can ("auto"), or need not ("off"); all ranks of `world` do the same.
     """
+    engine = _select_engine(
+        policy, rows_at_once, kv_memory_share=kv_memory_share, record_routes=record_routes, training_bytes=training_bytes
+    )
+    if exact != "off":
+        _apply_exactness(policy, engine, exact, OneProcess() if world is None else world)
+    return engine
+
+
+def _apply_exactness(policy: Policy, engine: Engine, exact: str, world: World) -> None:
+    """Make the engine exact where it can be; otherwise note why not, or refuse if it must be."""
+    if policy.device.type != "cuda":
+        reason: str | None = f"the model is on the {policy.device.type}; a Hopper GPU is needed"
+    elif isinstance(engine, LocalEngine):
+        reason = "the plain engine is used"
+    else:
+        from legato.rollouts.gpu.engine import GraphedEngine
+        from legato.rollouts.gpu.exactness import make_exact
+
+        assert isinstance(engine, GraphedEngine)
+        reason = make_exact(policy, engine)
+    if world.agree(int(reason is not None)) and reason is None:
+        policy.exact, reason = False, "it is not exact on another rank"
+    if reason is None:
+        policy.notes.append("the engine is exact: its log-probs have the trainer's bits (rollouts.exact)")
+    elif exact == "on":
+        raise InputError(
+            f"expected an engine that equals the trainer to the bit, got one that cannot (rollouts.exact = 'on'): {reason}."
+            " Use rollouts.exact=auto"
+        )
+    elif policy.device.type == "cuda":
+        policy.notes.append(f"engine and trainer are not equal to the bit (rollouts.exact): {reason}")
+
+
+def _select_engine(
+    policy: Policy,
+    rows_at_once: int,
+    *,
+    kv_memory_share: float,
+    record_routes: bool,
+    training_bytes: int,
+) -> Engine:
     if policy.device.type != "cuda" or not policy.views:
         return LocalEngine(policy, rows_at_once, record_routes=record_routes)
     if find_spec("triton") is None:
