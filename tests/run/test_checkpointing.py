@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 
 from legato.config.load import load
 from legato.errors import InputError
-from legato.policy.model.load import load_policy
+from legato.policy.model.load import load_policy, recompute_layers
 from legato.run import memory
 from legato.run.train import resume
 from legato.run.wire import PythonObjects, policy_of
@@ -241,3 +241,12 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_loading_a_policy_alone_decides_nothing() -> None:
     assert not load_policy("tiny", load([], (), SMALL).config.policy).body.is_gradient_checkpointing
+
+
+def test_checkpointing_takes_the_name_that_the_installed_transformers_has() -> None:
+    """transformers 5.23 has a new name and warns of the old one, on the terminal of every run."""
+    policy = load_policy("tiny", load([], (), SMALL).config.policy)
+    calls: list[dict[str, Any]] = []
+    policy.model.activation_checkpointing_enable = lambda **arguments: calls.append(arguments)
+    recompute_layers(policy)
+    assert calls == [{"activation_checkpointing_kwargs": {"use_reentrant": False}}]

@@ -46,7 +46,7 @@ def _memory(resolved: Resolved, policy: Policy) -> str:
         demand = demand_of(resolved, policy)
     except InputError as error:
         return f"not known: {error}{there}"
-    recomputing = bool(getattr(policy.model, "is_gradient_checkpointing", False))
+    recomputing = any(getattr(module, "gradient_checkpointing", False) for module in policy.model.modules())
     return f"about {gigabytes(demand.memory(checkpointing=recomputing).total)} at most{there}"
 
 

@@ -419,6 +419,10 @@ def recompute_layers(policy: Policy) -> None:
     if hasattr(model, "disable_adapter"):
         # Without a gradient at the embeddings nothing inside a recomputed layer would be differentiated.
         model.enable_input_require_grads()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.23, which warns of the old one
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     # transformers recomputes layers in training mode only; dropout is 0, so the mode changes nothing else.
     model.train()
