@@ -34,7 +34,7 @@ def file(folder: Path, text: str, name: str = "a.toml") -> Path:
     return path
 
 
-OTHER_UPDATES = {"smollm2": 2, "tiny-moe-long": 32, "tiny-dense-long": 32}
+OTHER_UPDATES = {"smollm2-moe-long": 16, "smollm2": 2, "tiny-moe-long": 32, "tiny-dense-long": 32}
 """The only way in which recipes deviate from GSPO as published."""
 BY_TURN = ("advantage", "objective.trust.clip.", "training.updates_per_step")
 """Recipes of environments have credit by turn, and bands and updates for turns of a few tokens."""
