@@ -95,4 +95,5 @@ def test_shapes_that_this_machine_cannot_hold_are_skipped_with_the_reason(monkey
 def test_the_shapes_are_those_that_the_issue_names_and_their_time_is_bounded() -> None:
     assert {"0.6b", "1.7b", "4b", "8b-lora", "8b-offload", "mixture"} <= set(plan.SHAPES)
     assert list(plan.SHAPES)[-1] == "8b-offload", "it may take the machine along"
-    assert max(case.seconds for case in plan.SHAPES.values()) <= 150
+    # The offloaded one is named alone: 98 GB of state are made on the host and stepped there.
+    assert all(case.seconds <= (300 if case.offload else 150) for case in plan.SHAPES.values())

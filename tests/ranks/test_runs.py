@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.trust.ranks import ranks_of
-from legato.cli.processes import exit_code, torchrun_words
+from legato.cli.processes import exit_code, start_processes, torchrun_words
 from legato.training import checkpoint
 from tests.ranks.world import ROOT, words_of
 
@@ -310,6 +311,32 @@ def test_the_words_of_torchrun_are_those_typed_without_its_own() -> None:
     words = ["train", "tiny", "--processes", "4", "training.steps=2", "--restarts=3", "--dry-run"]
     assert torchrun_words(4, 3, words)[-4:] == ["train", "tiny", "training.steps=2", "--dry-run"]
     assert torchrun_words(4, 3, words)[:3] == ["--standalone", "--nproc-per-node=4", "--max-restarts=3"]
+
+
+@pytest.mark.parametrize("own", [None, "60"])
+def test_torchrun_waits_for_a_long_step_to_be_saved(monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
+    """Its usual 30 s are less than a step of a large model takes. What the user has set stays."""
+    from torch.distributed.launcher.api import LaunchConfig
+    from torch.distributed.run import config_from_args
+
+    configs: list[LaunchConfig] = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda arguments: configs.append(config_from_args(arguments)[0]))
+    monkeypatch.setattr(sys, "argv", ["legato", "train", "tiny", "--processes", "2"])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    # Set first, so that what `start_processes` sets is undone.
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", own or "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "")
+    del os.environ["PET_SIGNALS_TO_HANDLE"]
+    if own is None:
+        del os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    logger = logging.getLogger("torch.distributed.elastic")
+    monkeypatch.setattr(logger, "level", logger.level)
+    with pytest.raises(SystemExit) as ended:
+        start_processes(2, 0)
+    assert ended.value.code == 0 and configs[0].shutdown_timeout == (3600 if own is None else 60)
+    assert configs[0].signals_to_handle.endswith(",SIGUSR1")
 
 
 def test_the_exit_code_is_what_a_rank_decided() -> None:

@@ -9,6 +9,10 @@ from typing import Any
 from legato.errors import InputError
 
 _OWN = ("--processes", "--restarts")
+_SHUTDOWN_SECONDS = 3600
+"""How long ranks may take to finish a step and save it. Those that hang end by `training.rank_deadline_seconds`."""
+_PASSED_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""Signals that torchrun hands to the ranks; SIGUSR1 would end it otherwise."""
 
 
 def start_processes(processes: int, restarts: int) -> None:
@@ -20,6 +24,9 @@ def start_processes(processes: int, restarts: int) -> None:
         )
     # Else torchrun gives each process one thread, and prints five lines about it.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    # After a signal torchrun kills processes that have not ended in 30 s; a step and its checkpoint may take longer.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_SECONDS))
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", _PASSED_ON)
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -726,7 +726,7 @@ class Fleet(JobEngine):
                     for server in self.servers:
                         if server.state is State.UP:
                             key = ("look", server, server.life, self._published)
-                            self.transport.send(key, partial(self.dialect.weights_name, server.client))
+                            self.transport.send(key, partial(self._look, server))
             results = self.transport.wait(0.0)
             with self._lock:
                 for key, result in results:
@@ -734,6 +734,14 @@ class Fleet(JobEngine):
                         self._take(key, result)
                     except Exception as error:  # told by the next call of this rank
                         self._fail(error)
+
+    def _look(self, server: Server) -> str | None:
+        """The name of the weights that a server has; in a thread."""
+        try:
+            return self.dialect.weights_name(server.client)
+        finally:
+            if self._closed.is_set():
+                server.client.release()  # it may have been opened after `close` had closed all
 
     def _take_look(self, server: Server, life: int, published: "Published", result: Any) -> None:
         """Drop a server that does not answer, or that has other weights than those that were published last."""
