@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks import adaptive, claims, laboratory, mismatch, moe, recipes, studies
+from benchmarks.gpu import factors, plan_page
 from benchmarks.gpu import page as gpu_page
-from benchmarks.gpu import plan_page
 from benchmarks.gpu import smollm2 as smollm2_gpu
 from benchmarks.gpu.figures import figures
 from benchmarks.health import page as health_page
@@ -311,6 +311,7 @@ def _keys(trainer: str, keys: Mapping[str, peers.Key]) -> list[str]:
 
 
 if __name__ == "__main__":
+    factors.main()  # first: the pages of plans are calculated with these factors
     for path, text in pages().items():
         (ROOT / path).parent.mkdir(exist_ok=True)
         (ROOT / path).write_text(text)

@@ -285,7 +285,7 @@ def planned_results(stored: dict[str, Any]) -> Iterator[dict[str, Any]]:
             f" {case.updates} updates, packs of {case.tokens_per_pack // 1024}k tokens",
             "machine": f"{stored['machine']['device']}, torch {stored['machine']['torch']}",
             "source": f"benchmarks/results/plan.json: {name}",
-            "date": stored["date"],
+            "date": result.get("date", stored["date"]),
         }
         for what, value, unit in (
             ("peak memory", round(result["peak_gib"], 2), "GiB"),

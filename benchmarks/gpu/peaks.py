@@ -1,7 +1,7 @@
 """Compares the memory that `legato plan` calculates with every peak that was measured on a GPU.
 
-`check_rows` returns a row for each measured peak of our trainer in `benchmarks/results`, and `missing_shapes` what is not
-measured yet. A measured peak is that of allocated tensors, so it is compared with the estimate without the reserve.
+`check_rows` returns a row for each measured peak of our trainer in `benchmarks/results`, and `missing_shapes` what has none
+and why. A measured peak is that of allocated tensors, so it is compared with the estimate without the reserve.
 """
 
 import statistics
@@ -15,6 +15,8 @@ from legato.capacity.memory import LOGITS_AT_ONCE
 from legato.training.memory.model import Demand
 
 GIB = 2**30
+ALLOWED = 0.10
+"""How far a calculated peak of training may be off, as a share of the measured one."""
 SEEDS = range(24)
 """Plans of a step over which the size of its largest pack is averaged: the files do not hold the seed of a step."""
 
@@ -43,10 +45,17 @@ def check_rows() -> list[Row]:
     return [*_packs_of_one_size(gpu), *_updates(gpu), *_whole_step(gpu), *_sampling(), *_planned_rows()]
 
 
-def missing_shapes() -> list[str]:
-    """The shapes of `benchmarks/gpu/plan.py` without a measured peak."""
+def missing_shapes() -> dict[str, str]:
+    """The shapes of `benchmarks/gpu/plan.py` without a measured peak, and why: not tried, left out, or failed."""
     stored = load_results(PLAN_RESULTS)["shapes"]
-    return [shape.title for name, shape in SHAPES.items() if "peak_gib" not in stored.get(name, {})]
+    reasons = {}
+    for name, shape in SHAPES.items():
+        result = stored.get(name, {})
+        if "peak_gib" not in result:
+            failed = "error" in result
+            why = " ".join(str(result.get("error") or result.get("skipped") or "").split())
+            reasons[shape.title] = f"{'failed' if failed else 'not measured'}{f': {why:.160}' if why else ''}"
+    return reasons
 
 
 def dense_demand(shape: str, tokens: int, **more: Any) -> Demand:
@@ -180,7 +189,7 @@ def _planned_rows() -> list[Row]:
                     result["peak_gib"],
                     demand,
                     "plan.json",
-                    stored["date"],
+                    result.get("date", stored["date"]),
                     checkpointing=result["checkpointing"],
                 )
             )

@@ -145,7 +145,7 @@ def measure(name: str, *, device: str, tiny: bool) -> dict[str, Any]:
         lora=Lora(rank=case.lora_rank) if case.lora_rank else None,
         gradient_checkpointing=case.checkpointing,
     )
-    policy = load_policy(_random_model(config_of(case, tiny=tiny), bench), loading, tokenizer=work.tokenizer())
+    policy = load_policy(random_model(config_of(case, tiny=tiny), bench), loading, tokenizer=work.tokenizer())
     settings = OptimizerSettings(
         lr=1e-6, optimizer="adamw-8bit" if case.eight_bit else "adamw", offload_optimizer=case.offload
     )
@@ -196,7 +196,7 @@ def measure(name: str, *, device: str, tiny: bool) -> dict[str, Any]:
     }
 
 
-def _random_model(config: dict[str, Any], bench: Any) -> Any:
+def random_model(config: dict[str, Any], bench: Any) -> Any:
     """A model with random weights, made on the device. The last norm is scaled up, so that texts differ."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -294,7 +294,7 @@ def run_all(options: argparse.Namespace) -> None:
         reason = "the time of the command is up" if left < 10 else why_not(name, device=options.device)
         result = {"skipped": reason} if reason else run_child(name, min(left, SHAPES[name].seconds), options)
         if "peak_gib" in result or "peak_gib" not in results["shapes"].get(name, {}):
-            results["shapes"][name] = {**result, "title": SHAPES[name].title}
+            results["shapes"][name] = {**result, "title": SHAPES[name].title, "date": results["date"]}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         beside = options.output.with_suffix(".part")
         beside.write_text(json.dumps(results, indent=1) + "\n")

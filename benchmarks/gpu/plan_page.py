@@ -7,12 +7,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import plan as gpu_plan
 from benchmarks.gpu import ranks as gpu_ranks
-from benchmarks.gpu.peaks import GIB, check_rows, missing_shapes
+from benchmarks.gpu.peaks import ALLOWED, GIB, Row, check_rows, missing_shapes
 from legato.capacity.hardware import find_hardware, hardware_names
 from legato.capacity.measured import measured
 from legato.capacity.memory import demand_of
-from legato.capacity.model import find_model, shipped_names, shipped_record
+from legato.capacity.model import build_model, find_model, shipped_names, shipped_record
 from legato.capacity.planning import Plan, plan_setup
 from legato.capacity.remedies import fit_without_other_results, remedies
 from legato.capacity.setup import Setup, setup_of
@@ -49,6 +50,7 @@ def plan_blocks() -> dict[str, str]:
         "table": _table(),
         "peaks": _peaks(),
         "times": _times(),
+        "steps": steps(gpu_plan.load_results(gpu_plan.RESULTS)),
         "factors": _factors(),
         "models": _models(),
         "hardware": _hardware(),
@@ -67,26 +69,87 @@ def scaling_blocks() -> dict[str, str]:
     }
 
 
+_RATIOS = (
+    (
+        "a plain run, 0.6B, over another in a process of its own",
+        "",
+        1.0,
+        "plain again over plain, 0.6B",
+        "plain 0.6B again",
+        "",
+    ),
+    (
+        "one rank under torchrun, 0.6B, over a plain run",
+        "within 2 %",
+        0.02,
+        "torchrun over plain, 0.6B",
+        "torchrun 0.6B",
+        "one",
+    ),
+    (
+        "FSDP2 on one rank, 0.6B, over the same run without",
+        "within 5 %",
+        0.05,
+        "layers over one process, 0.6B",
+        "torchrun 0.6B",
+        "layers",
+    ),
+    (
+        "FSDP2 on one rank, 1.7B, over the same run without",
+        "within 5 %",
+        0.05,
+        "layers over one process, 1.7B",
+        "torchrun 1.7B",
+        "layers",
+    ),
+)
+"""What is compared, what is wanted in words and as a share, the name of the ratio, its part and the side of the part."""
+
+
 def one_gpu(stored: dict[str, Any]) -> str:
-    """What was measured of ranks on one GPU, beside what is promised."""
-    ratios, two = stored.get("ratios", {}), stored["parts"].get("two", {})
-    when = f"{stored['date']}, {stored['machine'].get('device', '')}" if stored["parts"] else ""
-    rows = [
-        [what, wanted, "not measured yet" if name not in ratios else f"{100 * (ratios[name] - 1):+.1f} %", when]
-        for what, wanted, name in (
-            ("one rank under torchrun, 0.6B, over a plain run", "within 2 %", "torchrun over plain, 0.6B"),
-            ("FSDP2 on one rank, 0.6B, over the same run without", "within 5 %", "layers over one process, 0.6B"),
-            ("FSDP2 on one rank, 1.7B, over the same run without", "within 5 %", "layers over one process, 1.7B"),
-        )
-    ]
-    takes = stored["parts"].get("nccl", {}).get("takes_two")
-    words = {None: "not measured yet", True: "takes them", False: "refuses them"}[takes]
-    rows.append(["NCCL with two processes on one GPU", "stated", words, when])
+    """What was measured of ranks on one GPU, beside what is promised. What failed says so."""
+    ratios, parts = stored.get("ratios", {}), stored["parts"]
+    rows = []
+    for what, wanted, allowed, name, part, side in _RATIOS:
+        cell = _why_not(parts.get(part, {}), side)
+        if name in ratios:
+            beyond = ", more than wanted" if ratios[name] - 1 > allowed else ""
+            cell = f"{100 * (ratios[name] - 1):+.1f} %{beyond}"
+        rows.append([what, wanted, cell, _when(stored, part)])
+    nccl, two = parts.get("nccl", {}), parts.get("two", {})
+    takes = nccl.get("takes_two")
+    words = _why_not(nccl, "") if takes is None else "takes them" if takes else "refuses them"
+    rows.append(["NCCL with two processes on one GPU", "stated", words, _when(stored, "nccl")])
     for way in ("optimizer", "layers"):
-        update = two.get(f"float32, {way}", {})
-        apart = "not measured yet" if "weights" not in update else f"{update['weights']:.1e}"
-        rows.append([f'two processes on one GPU (gloo), one float32 update, `"{way}"`: weights apart', "1e-6", apart, when])
+        update, name = two.get(f"float32, {way}", {}), f'two processes on one GPU (gloo), `"{way}"`'
+        apart = _why_not(two, f"float32, {way}")
+        if "weights" in update:
+            apart = f"{update['weights']:.1e}{', more than wanted' if update['weights'] > 1e-6 else ''}"
+        rows.append(
+            [f"{name}: weights after one float32 update, apart from those of one", "1e-6", apart, _when(stored, "two")]
+        )
+        engine, equal = two.get(f"engine, {way}", {}), _why_not(two, f"engine, {way}")
+        if "equal_on_ranks" in engine:
+            equal = "equal" if engine["equal_on_ranks"] else "different"
+        rows.append([f"{name}: weights of the two after whole steps with the engine", "equal", equal, _when(stored, "two")])
     return markdown(["", "wanted", "measured", "when"], rows)
+
+
+def _why_not(part: dict[str, Any], side: str) -> str:
+    """Why a part or a side of it has no figure."""
+    own = part.get(side, part.get("sides", {}).get(side, {}))
+    if "skipped" in part:
+        return f"not measured: {part['skipped']}"
+    why = own.get("error") or part.get("errors", {}).get(side) or part.get("why")
+    if why is None and "exit" in part:
+        why = f"exit code {part['exit']}" if isinstance(part["exit"], int) else f"it took {part['exit']}"
+    return f"failed: {' '.join(str(why).split()):.160}" if why else "not measured yet"
+
+
+def _when(stored: dict[str, Any], part: str) -> str:
+    if part not in stored["parts"]:
+        return ""
+    return f"{stored['parts'][part].get('date', stored['date'])}, {stored['machine'].get('device', '')}"
 
 
 def _example() -> str:
@@ -102,11 +165,16 @@ def _table() -> str:
 
 def _peaks() -> str:
     rows = [
-        [row.what, f"{row.measured:.2f}", f"{row.calculated:.2f}", f"{100 * row.error:+.1f} %", row.source, row.date]
+        [row.what, f"{row.measured:.2f}", f"{row.calculated:.2f}", _off_by(row), row.source, row.date]
         for row in check_rows()
     ]
-    rows += [[title, "not measured", "", "", "", ""] for title in missing_shapes()]
+    rows += [[title, reason, "", "", "", ""] for title, reason in missing_shapes().items()]
     return markdown(["", "measured, GiB", "calculated, GiB", "off by", "file", "date"], rows)
+
+
+def _off_by(row: Row) -> str:
+    beyond = row.training and abs(row.error) > ALLOWED
+    return f"{100 * row.error:+.1f} %{f', beyond {ALLOWED:.0%}' if beyond else ''}"
 
 
 def _times() -> str:
@@ -141,6 +209,59 @@ def measured_step() -> Setup:
         rows_at_once=256,
         evaluated=0,
     )
+
+
+def planned_setup(name: str) -> Setup:
+    """The setup of a shape of `benchmarks/gpu/plan.py`, as `legato plan` sees it."""
+    case = gpu_plan.SHAPES[name]
+    base = setup_for(case.model)
+    return replace(
+        base,
+        model=build_model(case.model, case.model, gpu_plan.config_of(case, tiny=False)),
+        prompts=case.prompts,
+        samples=gpu_plan.SAMPLES,
+        prompt_tokens=gpu_plan.PROMPT,
+        response_tokens=gpu_plan.NEW,
+        mean_prompt=gpu_plan.PROMPT,
+        mean_response=gpu_plan.NEW,
+        updates=case.updates,
+        # Every update but the first needs old log-probs.
+        scored_share=(case.updates - 1) / case.updates,
+        tokens_per_pack=case.tokens_per_pack,
+        rows_at_once=case.prompts * gpu_plan.SAMPLES,
+        evaluated=0,
+        checkpointing=case.checkpointing,
+        lora_rank=case.lora_rank,
+        eight_bit=case.eight_bit,
+        offload=case.offload,
+    )
+
+
+_PHASES = {
+    "step": None,
+    "rollouts": ("sampling",),
+    "anchor": ("old log-probs",),
+    "update": ("updates", "optimizer"),
+}
+"""Phases of a measured step, and the calculated ones that they hold."""
+
+
+def steps(stored: dict[str, Any]) -> str:
+    """The whole steps that `benchmarks/gpu/plan.py` has measured, beside the calculated ones."""
+    rows = []
+    for name, case in gpu_plan.SHAPES.items():
+        result = stored["shapes"].get(name, {})
+        if "peak_gib" not in result:
+            continue
+        times = plan_setup(planned_setup(name)).times
+        cells = []
+        for phase, parts in _PHASES.items():
+            seconds = times.step if parts is None else sum(times.seconds(part) for part in parts)
+            cells.append(f"{result['seconds'][phase]:.2f} ({seconds:.2f})")
+        peak, each = f"{result['peak_gib']:.1f}", f"{result['tokens_per_second']:,.0f}"
+        rows.append([case.title, *cells, each, peak, result.get("date", stored["date"])])
+    heading = ["", "step, s", "sampling, s", "old log-probs, s", "updates, s", "tokens/s", "peak, GiB", "date"]
+    return markdown(heading, rows) if rows else "None was measured yet."
 
 
 _MEANINGS = {

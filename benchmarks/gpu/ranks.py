@@ -1,21 +1,26 @@
 """Measures what several processes cost and whether they are right, on one GPU.
 
-    python -m benchmarks.gpu.ranks                       # one H200: under 3 minutes; writes results/ranks-gpu.json
-    python -m benchmarks.gpu.ranks --parts two           # some parts; the stored results of the others stay
+    python -m benchmarks.gpu.ranks                       # one H200: about 4 minutes; writes results/ranks-gpu.json
+    python -m benchmarks.gpu.ranks --parts two "profile 1.7B"    # some parts; the stored results of the others stay
     python -m benchmarks.gpu.ranks --tiny --device cpu --output tiny-ranks.json    # toy shapes, for tests
 
 Parts, each in processes of its own, stored as soon as it is measured:
 
     plain 0.6B       the update phase of one process that torchrun has not started
+    plain 0.6B again the same after the next part: how far two such processes differ
     torchrun 0.6B    one rank under torchrun, alternately: as a run has it; with a process group of one rank that divides the
                      optimizer; with FSDP2 ("layers")
-    torchrun 1.7B    one rank under torchrun, alternately: as a run has it; with FSDP2
+    torchrun 1.7B    one rank under torchrun, alternately: as a run has it; with FSDP2; with FSDP2 that gathers a layer while
+                     the one before it runs (explicit prefetch)
+    torchrun 8B      the same for layers of Qwen3-8B, 6 of 36: models of this size are what FSDP2 is for
+    profile 1.7B     where the time of a step goes, as a run has it and with FSDP2; only if it is named
     nccl             whether NCCL takes two processes on one GPU
     two              two processes on one GPU: each collective with tensors of the GPU; one update in float32 against one
                      process, both ways of dividing; whole steps in bfloat16 with the local engine
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -32,23 +37,33 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results" / "ranks-gpu.json"
 PARTS: dict[str, tuple[int, float]] = {
-    "plain 0.6B": (0, 70.0),
+    "plain 0.6B": (0, 60.0),
     "torchrun 0.6B": (1, 100.0),
+    "plain 0.6B again": (0, 60.0),
     "torchrun 1.7B": (1, 100.0),
+    "torchrun 8B": (1, 100.0),
+    "profile 1.7B": (1, 90.0),
     "nccl": (2, 40.0),
-    "two": (2, 120.0),
+    "two": (2, 110.0),
 }
 """Processes that torchrun starts (0: a process without it), and the most seconds."""
-STEPS = {"0.6B": 6, "1.7B": 4}
+STEPS = {"0.6B": 6, "1.7B": 4, "8B": 4}
 """Measured steps of each side, after one to warm up."""
+LAYERS_OF_8B = 6
+PREFETCHED = "layers, prefetched"
 
 
 def measure(part: str, *, device: str, tiny: bool) -> dict[str, Any]:
     """The result of a part, in a process that `run_part` has started. Of several ranks that of rank 0 counts."""
-    kind, _, shape = part.partition(" ")
-    return {"plain": measure_plain, "torchrun": measure_one_rank, "nccl": try_nccl, "two": check_two}[kind](
-        shape, device=device, tiny=tiny
-    )
+    kind, _, shape = part.removesuffix(" again").partition(" ")
+    measures: dict[str, Callable[..., dict[str, Any]]] = {
+        "plain": measure_plain,
+        "torchrun": measure_one_rank,
+        "profile": profile_one_rank,
+        "nccl": try_nccl,
+        "two": check_two,
+    }
+    return measures[kind](shape, device=device, tiny=tiny)
 
 
 def _bench(device: str, tiny: bool) -> Any:
@@ -72,7 +87,7 @@ def measure_one_rank(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
     bench = _bench(device, tiny)
     with joined(alone=True) as world:
         # A run on one rank gets no process group: what torchrun adds is its environment.
-        ways = ("one", "optimizer", "layers") if shape == "0.6B" else ("one", "layers")
+        ways = ("one", "optimizer", "layers") if shape == "0.6B" else ("one", "layers", PREFETCHED)
         sides: dict[str, Any] = {}
         errors: dict[str, str] = {}
         for way in ways:
@@ -84,12 +99,51 @@ def measure_one_rank(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
     return {"sides": seconds, "errors": errors}
 
 
+def profile_one_rank(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
+    """Of a step as a run has it and with FSDP2: its seconds, those in which the device worked, and the longest operations.
+
+    Operations of several streams may overlap, so that their sum can exceed the seconds of the step.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    from legato.training.ranks.join import joined
+
+    bench, results = _bench(device, tiny), dict[str, Any]()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if bench.cuda else [])]
+    with joined(alone=True) as world:
+        for way in ("one", "layers"):
+            trainer = _trainer(bench, shape, way, world)
+            for _ in range(2):
+                trainer.step()
+            bench.wait()
+            started = time.perf_counter()
+            with profile(activities=activities) as profiled:
+                trainer.step()
+                bench.wait()
+            seconds, rows = time.perf_counter() - started, profiled.key_averages()
+
+            def by_device(row: Any) -> float:
+                return float(row.self_device_time_total if bench.cuda else row.self_cpu_time_total)
+
+            results[way] = {
+                "seconds": seconds,
+                "operations_seconds": sum(map(by_device, rows)) / 1e6,
+                "host_seconds": sum(row.self_cpu_time_total for row in rows) / 1e6,
+                "longest": [
+                    [row.key[:100], row.count, by_device(row) / 1e6] for row in sorted(rows, key=by_device)[:-26:-1]
+                ],
+            }
+            del trainer
+            bench.free()
+    return results
+
+
 def _trainer(bench: Any, shape: str, way: str, world: Any) -> Any:
     """A trainer on the fixed rollouts whose weights are divided in one of three ways."""
     from benchmarks.gpu import update, work
 
     workload = work.fixed_work(bench.tiny)
-    policy = work.make_policy(bench, shape)
+    policy = _large_policy(bench) if shape == "8B" and not bench.tiny else work.make_policy(bench, shape)
     logprobs = update.score_workload(policy, workload)
     return update.fixed_trainer(policy, workload, logprobs, **_divide(policy, way, world))
 
@@ -106,12 +160,26 @@ def _divide(policy: Any, way: str, world: Any) -> dict[str, Any]:
 
     is_half = policy.model.get_input_embeddings().weight.element_size() < 4
     divide_layers(policy, world)
+    if way == PREFETCHED:
+        layers = list(policy.body.get_decoder().layers)
+        for layer, following in itertools.pairwise(layers):
+            layer.set_modules_to_forward_prefetch([following])
     return {"world": world, "division": Layered(policy.parameters(), world, is_half=is_half)}
+
+
+def _large_policy(bench: Any) -> Any:
+    """A policy with layers of Qwen3-8B."""
+    from benchmarks.gpu import plan, work
+    from legato.policy.model.load import Loading, load_policy
+
+    config = plan.config_of(plan.Case(title="", model="qwen3-8b", layers=LAYERS_OF_8B), tiny=False)
+    loading = Loading(device=bench.device.type, dtype="bfloat16")
+    return load_policy(plan.random_model(config, bench), loading, tokenizer=work.tokenizer())
 
 
 def _alternate(bench: Any, trainers: dict[str, Any], steps: int) -> dict[str, Any]:
     """Seconds of the steps of all trainers in turn, without rollouts. A trainer that fails is left out from then on."""
-    results: dict[str, Any] = {way: {"samples": []} for way in trainers}
+    results: dict[str, Any] = {way: {"samples": [], "gradient_norms": []} for way in trainers}
     for number in range(1 + steps):
         for way in [each for each in trainers if "error" not in results[each]]:
             try:
@@ -123,7 +191,8 @@ def _alternate(bench: Any, trainers: dict[str, Any], steps: int) -> dict[str, An
             except Exception:
                 results[way]["error"] = _tell()
                 continue
-            results[way] |= {"gradient_norm": report.metrics["gradient/norm"], "fused": trainers[way].policy.trains_fused}
+            results[way]["gradient_norms"].append(report.metrics["gradient/norm"])
+            results[way]["fused"] = trainers[way].policy.trains_fused
             if number:
                 results[way]["samples"].append(seconds)
     for result in results.values():
@@ -233,7 +302,7 @@ def _one_update(bench: Any, world: Any, way: str, dtype: str) -> dict[str, Any]:
         trainer = update.fixed_trainer(policy, workload, logprobs, optimizer=settings, **_divide(policy, own_way, world))
         trainer.settings = replace(trainer.settings, updates_per_step=1, tokens_per_pack=256)
         report = trainer.step()
-        weights = {name: _whole(weight) for name, weight in policy.parameters().items()}
+        weights = {name: _whole(weight, world) for name, weight in policy.parameters().items()}
         return weights, float(report.metrics["gradient/norm"]), policy.trains_fused
 
     weights, norm, fused = train(way)
@@ -244,8 +313,11 @@ def _one_update(bench: Any, world: Any, way: str, dtype: str) -> dict[str, Any]:
     return {"weights": largest, "gradient_norm": norm, "of_one_process": expected, "fused": fused, "dtype": dtype}
 
 
-def _whole(weight: Any) -> Any:
-    return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().cpu()
+def _whole(weight: Any, world: Any) -> Any:
+    """A weight on the host, gathered if it is divided."""
+    from legato.training.ranks.layers import gather_weight
+
+    return gather_weight(weight, world).cpu()
 
 
 def _whole_steps(bench: Any, world: Any, way: str) -> dict[str, Any]:
@@ -269,9 +341,9 @@ def _whole_steps(bench: Any, world: Any, way: str) -> dict[str, Any]:
     runner = trainer.source.runner
     runner.engine, runner.limits = engine, Limits(max_response_tokens=16, end_tokens=(policy.vocabulary,))
     if way == "layers":
-        runner.weights = partial(gather_weights, policy)
+        runner.weights = partial(gather_weights, policy, world)
     norms = [float(trainer.step().metrics["gradient/norm"]) for _ in range(2)]
-    weights = [_whole(weight).to(torch.float32) for _, weight in policy.parameters().items()]
+    weights = [_whole(weight, world).to(torch.float32) for _, weight in policy.parameters().items()]
     hashes = world.gather(digest(*weights))
     return {"gradient_norms": norms, "equal_on_ranks": len(set(hashes)) == 1}
 
@@ -343,7 +415,12 @@ def load_results(path: Path) -> dict[str, Any]:
 def summarise(parts: dict[str, Any]) -> dict[str, float]:
     """How many times as long a phase takes: under torchrun as without it, and with a process group as without."""
     ratios = {}
-    plain = parts.get("plain 0.6B", {}).get("sides", {}).get("plain", {}).get("seconds")
+    before, after = (
+        parts.get(part, {}).get("sides", {}).get("plain", {}).get("seconds") for part in ("plain 0.6B", "plain 0.6B again")
+    )
+    plain = before if after is None else after if before is None else (before + after) / 2
+    if before is not None and after is not None:
+        ratios["plain again over plain, 0.6B"] = after / before
     for shape in STEPS:
         sides = parts.get(f"torchrun {shape}", {}).get("sides", {})
         one = sides.get("one", {}).get("seconds")
@@ -371,11 +448,12 @@ def run_all(options: argparse.Namespace) -> None:
         result = {"skipped": "the time of the command is up"}
         if left > 10:
             result = run_part(part, min(left, PARTS[part][1]), options)
+        results["date"] = time.strftime("%Y-%m-%d", time.gmtime())
         kept = results["parts"].get(part, {})
         if "skipped" not in result or not kept:
             # A part that failed now does not replace one that did not.
-            results["parts"][part] = kept if "exit" in result and kept and "exit" not in kept else result
-        results["date"] = time.strftime("%Y-%m-%d", time.gmtime())
+            keeps = "exit" in result and kept and "exit" not in kept
+            results["parts"][part] = kept if keeps else {**result, "date": results["date"]}
         results["machine"] = {
             "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
             "torch": torch.__version__,
@@ -393,7 +471,9 @@ def run_all(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=[part for part in PARTS if not part.startswith("profile")]
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--seconds", type=float, default=300.0, help="no part starts after this many seconds")
     parser.add_argument("--device", default="cuda")

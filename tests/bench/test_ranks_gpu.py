@@ -23,7 +23,7 @@ def options(tmp_path: Path, *parts: str, seconds: float = 100.0) -> argparse.Nam
 
 def test_one_process_is_timed_without_torchrun() -> None:
     side = ranks.measure("plain 0.6B", device="cpu", tiny=True)["sides"]["plain"]
-    assert side["seconds"] > 0 and len(side["samples"]) == 1 and side["gradient_norm"] > 0
+    assert side["seconds"] > 0 and len(side["samples"]) == 1 and min(side["gradient_norms"]) > 0
 
 
 @pytest.mark.slow
@@ -51,6 +51,9 @@ def test_a_ratio_is_over_the_run_that_was_measured_beside_it() -> None:
         }
     )
     assert ranks.summarise({}) == {}
+    parts["plain 0.6B again"] = {"sides": {"plain": {"seconds": 2.04}}}
+    assert ranks.summarise(parts)["plain again over plain, 0.6B"] == pytest.approx(1.02)
+    assert ranks.summarise(parts)["torchrun over plain, 0.6B"] == pytest.approx(1.0), "over the mean of both plain runs"
 
 
 def test_a_part_that_fails_keeps_the_stored_one_and_the_others_go_on(tmp_path: Path, monkeypatch: Any) -> None:
@@ -58,16 +61,19 @@ def test_a_part_that_fails_keeps_the_stored_one_and_the_others_go_on(tmp_path: P
     monkeypatch.setattr(ranks, "run_part", lambda part, limit, own: outcomes[part])
     ranks.run_all(options(tmp_path, "two", "nccl"))
     stored = ranks.load_results(tmp_path / "ranks.json")
-    assert stored["parts"] == outcomes and stored["date"] and stored["commit"] == "abc1234"
+    today = stored["date"]
+    assert stored["parts"] == {name: {**result, "date": today} for name, result in outcomes.items()}
+    assert stored["commit"] == "abc1234"
     outcomes["nccl"] = {"exit": "more than 40 s"}
     ranks.run_all(options(tmp_path, "nccl"))
-    assert ranks.load_results(tmp_path / "ranks.json")["parts"]["nccl"] == {"takes_two": False}
+    assert ranks.load_results(tmp_path / "ranks.json")["parts"]["nccl"] == {"takes_two": False, "date": today}
     ranks.run_all(options(tmp_path, "nccl", seconds=1.0))
-    assert ranks.load_results(tmp_path / "ranks.json")["parts"]["nccl"] == {"takes_two": False}
+    assert ranks.load_results(tmp_path / "ranks.json")["parts"]["nccl"] == {"takes_two": False, "date": today}
 
 
 def test_the_time_of_all_parts_is_bounded() -> None:
-    assert sum(seconds for _, seconds in ranks.PARTS.values()) < 480
+    # A command on the GPU's machine has ten minutes.
+    assert sum(seconds for name, (_, seconds) in ranks.PARTS.items() if not name.startswith("profile")) < 590
     assert ranks.PARTS["plain 0.6B"][0] == 0 and ranks.PARTS["two"][0] == 2
 
 
@@ -75,14 +81,30 @@ def test_the_page_tells_what_was_measured_and_what_was_not() -> None:
     from benchmarks.gpu.plan_page import one_gpu
 
     nothing = one_gpu({"parts": {}, "date": "", "machine": {}})
-    assert nothing.count("not measured yet") == 6
-    two = {"float32, layers": {"weights": 2e-7}, "float32, optimizer": {"error": "no"}}
-    ratios = {"layers over one process, 0.6B": 1.034}
+    assert nothing.count("not measured yet") == 9
+    two = {"float32, layers": {"weights": 2e-7}, "float32, optimizer": {"error": "RuntimeError: no"}, "exit": 1}
+    two["engine, layers"] = {"equal_on_ranks": True}
+    ratios = {"layers over one process, 0.6B": 1.034, "torchrun over plain, 0.6B": 1.026}
     stored = {
-        "parts": {"nccl": {"takes_two": False}, "two": two},
+        "parts": {
+            "nccl": {"takes_two": False, "date": "2026-11-19"},
+            "two": two,
+            "torchrun 0.6B": {},
+            "torchrun 1.7B": {"errors": {"layers": "OutOfMemoryError: full"}},
+        },
         "ratios": ratios,
         "date": "2026-11-20",
         "machine": {"device": "H200"},
     }
-    told = one_gpu(stored)
-    assert "+3.4 %" in told and "refuses them" in told and "2.0e-07" in told and told.count("not measured yet") == 3
+    lines = one_gpu(stored).splitlines()
+    told = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+    assert "| within 2 % | +2.6 %, more than wanted | 2026-11-20, H200 |" in lines[3]
+    assert "| within 5 % | +3.4 % |" in lines[4]
+    assert "failed: OutOfMemoryError: full" in told["FSDP2 on one rank, 1.7B, over the same run without"]
+    assert "refuses them | 2026-11-19, H200 |" in told["NCCL with two processes on one GPU"]
+    assert [line.split(" | ")[2] for line in lines[7:]] == [
+        "failed: RuntimeError: no",
+        "failed: exit code 1",
+        "2.0e-07",
+        "equal",
+    ]

@@ -200,6 +200,23 @@ _MUTATIONS = {
 }
 
 
+def gathered(world: World) -> dict[str, Any]:
+    """Whether divided weights are gathered whole, without DTensor's own gathering, in which gloo crashes on a GPU."""
+    from torch.distributed.tensor import DTensor
+
+    from legato.training.ranks.layers import gather_weights
+
+    assert isinstance(world, ProcessGroup)
+    # Three heads: some shapes are not even.
+    policy = build({"training.shard": "layers", "policy.tiny.hidden": 48, "policy.tiny.heads": 3}, world).policy
+    expected = {name: whole(weight) for name, weight in policy.model.named_parameters()}
+    with patch.object(DTensor, "full_tensor", side_effect=AssertionError("full_tensor")):
+        weights = dict(gather_weights(policy, world, trained=False))
+    divided = sum(isinstance(weight, DTensor) for weight in policy.model.parameters())
+    same = weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
+    return {"same": same, "divided": divided}
+
+
 def failing_rank(world: World) -> dict[str, Any]:
     """What ranks learn when rank 1 fails while the others are in an exchange of another kind."""
     from legato.errors import InputError, OtherRankError

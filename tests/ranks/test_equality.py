@@ -82,7 +82,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     calls |= {f"float32, {shard}": ("one_update_in_float32", {"shard": shard}) for shard in SHARDS}
     calls |= {mutation: ("mutated", {"mutation": mutation}) for mutation in MUTATIONS}
     calls |= {"failing rank": ("failing_rank", {}), "apart": ("apart", {}), "pieces": ("pieces", {})}
-    calls |= {"not a number": ("not_a_number", {}), "full disk": ("full_disk", {})}
+    calls |= {"not a number": ("not_a_number", {}), "full disk": ("full_disk", {}), "gathered": ("gathered", {})}
     return once(tmp_path_factory, "world-of-two", lambda folder: run_world(folder, 2, calls))
 
 
@@ -105,6 +105,7 @@ def larger_worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 for name, each, shard in UNEVEN
                 if each == size
             }
+            calls[f"gathered, {size}"] = ("gathered", {})
             results |= run_world(folder / str(size), size, calls, 1200)
         return results
 
@@ -164,6 +165,16 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(world: dict
 
 def test_a_full_disk_on_one_rank_is_raised_on_all(world: dict[str, Any]) -> None:
     assert world["full disk"] == [{"message": "rank 1: no room in /there"}, {"message": "no room in /there"}]
+
+
+def test_divided_weights_are_gathered_whole(world: dict[str, Any]) -> None:
+    assert all(told["same"] and told["divided"] > 10 for told in world["gathered"])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [3, 4])
+def test_weights_that_do_not_divide_evenly_are_gathered_whole(larger_worlds: dict[str, Any], size: int) -> None:
+    assert all(told["same"] and told["divided"] > 10 for told in larger_worlds[f"gathered, {size}"])
 
 
 def test_ranks_that_want_different_things_are_told_so(world: dict[str, Any]) -> None:

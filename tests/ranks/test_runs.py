@@ -139,6 +139,26 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(tmp_path: P
     assert same_bits(straight, killed)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(("shard", "ahead"), [("layers", 0), ("optimizer", 1)])
+def test_ranks_sample_at_the_servers_of_the_run(tmp_path: Path, shard: str, ahead: int) -> None:
+    """The same rewards as on one process with the local engine, also after a resume on another number of ranks."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    options = {**SMALL, "output.name": "run", "training.steps": 3, "rollouts.ahead": ahead, "policy.dtype": "float32"}
+    finish(start(here, "train", *words_of(options), ranks=1))
+    servers = {"rollouts.engine": "legato", "rollouts.servers.start": 2, "training.shard": shard, "training.steps": 2}
+    finish(start(there, "train", *words_of({**options, **servers}), ranks=2))
+    resume(there, "training.steps=3", ranks=3)
+    steps = [[each for each in records(folder) if each["kind"] == "step"] for folder in (here, there)]
+    assert [each["servers/answering"] for each in steps[1]] == [2.0] * 3
+    if not ahead:  # what is ahead has the weights of its moment at servers, and those of the step before at the local engine
+        rewards, norms = ([[each[key] for each in side] for side in steps] for key in ("reward/mean", "gradient/norm"))
+        assert rewards[0] == rewards[1] and norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert not (there / "runs/run/servers/weights").exists(), "published weights are removed at the end"
+
+
 def same_bits(left: Path, right: Path) -> bool:
     """Whether the last checkpoints of two runs hold the same weights and the same optimizer state."""
     folders = [max((each / "runs/run/checkpoints").glob("step-*"), key=lambda path: path.name) for each in (left, right)]

@@ -321,7 +321,7 @@ def test_an_update_does_not_wait_for_the_device(name: str) -> None:
     groups, _ = run.source.next(8)
     batch = collate(groups, run.policy.dtype)
     tables = Tables.from_batch(batch, run.policy.device)
-    updates = run._plan(batch.texts)
+    updates = run._plan(tables)
     tables = run._score_old_policy(tables.with_advantages(run.algorithm), updates)
     silent = run._silent_rows(tables)
     torch.cuda.synchronize()

@@ -242,6 +242,8 @@ class EnginePlace:
     """A folder of the run's own. It may not exist yet."""
     say: Callable[[str], None] = _say_nothing
     """Shows a line on the terminal and stores it with the run."""
+    weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+    """Returns the policy's weights, whole also where they are divided among ranks; None: the model has them."""
 
 
 class Engine:

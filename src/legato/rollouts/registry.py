@@ -20,6 +20,7 @@ from typing import ClassVar
 import legato.rollouts
 from legato.core.importing import is_import_path, make_imported
 from legato.core.parts import Part, lookup, names
+from legato.core.world import OneProcess, World
 from legato.errors import InputError
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Engine, EngineSettings
@@ -43,6 +44,8 @@ class EngineOptions(EngineSettings):
     """The most tokens of a prompt with its response; 0: not known."""
     servers: ServerSettings = field(default_factory=ServerSettings)
     """The servers of engines that sample elsewhere."""
+    world: World = field(default_factory=OneProcess)
+    """The ranks of the run. Each has an engine for its share of the groups."""
 
     @property
     def records_routes(self) -> bool:

@@ -18,6 +18,7 @@ def _fleet(policy: Policy, options: EngineOptions, dialect: Dialect) -> Engine:
         options.servers,
         rows_at_once=options.rows_at_once,
         context_tokens=options.context_tokens,
+        world=options.world,
     )
 
 

@@ -7,6 +7,7 @@ from legato.core.world import OneProcess, World
 from legato.errors import InputError
 from legato.policy.model.load import recompute_layers
 from legato.policy.policy import Policy
+from legato.rollouts.registry import is_remote
 from legato.run import wire
 from legato.training.memory.available import available
 from legato.training.memory.fit import Fit, fit, refuse_if_too_large
@@ -34,7 +35,7 @@ def demand_of(resolved: Resolved, policy: Policy, ranks: int = 1) -> Demand:
     every = sum(weight.numel() for weight in policy.model.parameters())
     rows = max(training.prompts_per_step * each, config.task.held_out * config.evaluation.samples_per_problem)
     slots = min(rollouts.rows_at_once, rows)
-    held = rollouts.mismatch.copies
+    held, remote = rollouts.mismatch.copies, is_remote(rollouts.engine)
     copies = every * min(held, 1) + trained * max(held - 1, 0)
     return Demand(
         shape=Shape.from_config(policy.body.config),
@@ -51,11 +52,11 @@ def demand_of(resolved: Resolved, policy: Policy, ranks: int = 1) -> Demand:
         head_tokens=min(tokens, policy.tokens_at_once if half else max(policy.tokens_at_once, response)),
         logit_bytes=size if half else 0,
         # The plain engine frees its KV cache before an update.
-        cached_tokens=slots * -(-prompt // 64) * 64 + (slots + 1) * response if device == "cuda" else 0,
+        cached_tokens=slots * -(-prompt // 64) * 64 + (slots + 1) * response if device == "cuda" and not remote else 0,
         tables=policy.packing and (not half or scores),
         scores=scores,
         fused=policy.trains_fused,
-        sharding=Sharding(way=training.shard if ranks > 1 else "none", ranks=ranks, resident=True),
+        sharding=Sharding(way=training.shard if ranks > 1 else "none", ranks=ranks, resident=not remote),
         sharing=(prompt + each * (prompt + response)) / group,
         longest=prompt + response,
         **_routes(resolved, policy),

@@ -35,9 +35,10 @@ class EngineVoice:
         assert self._steps_done is not None
         self._directory.append_metrics({"kind": "note", "step": self._steps_done(), "text": text})
 
-    @property
-    def place(self) -> EnginePlace:
-        return EnginePlace(folder=self._directory.path.absolute() / "servers", say=self.say)
+    def place_of(self, collector: Collector) -> EnginePlace:
+        """Where the engine of a collector may write, how it speaks, and where it finds the weights."""
+        folder = self._directory.path.absolute() / "servers"
+        return EnginePlace(folder=folder, say=self.say, weights=collector.runner.weights)
 
 
 @contextmanager

@@ -282,7 +282,7 @@ def _start(
             pause = Pause(watcher.message, lambda: interrupt.received is not None)
             try:
                 with waiting_for_room(pause):
-                    collector.runner.engine.open(voice.place)
+                    collector.runner.engine.open(voice.place_of(collector))
                     reference, hashes = prepare(resolved, objects, policy, source, collector, directory, watcher)
             except (KeyboardInterrupt, OtherRankError) as error:
                 if not ranks.is_interrupted(world, interrupt, error):
@@ -565,7 +565,7 @@ def _resume(
         sets = wire.sets_of(config, policy, collector.evaluation or collector.runner, collector.judge, world)
         ranks.compare_evaluations(world, held_out, sets)
         voice = EngineVoice(directory, watcher)
-        collector.runner.engine.open(voice.place)
+        collector.runner.engine.open(voice.place_of(collector))
         loggers = _loggers(resolved, directory, watcher, int(state["trainer"]["steps_done"]))
         moved: list[str] = []
         if directory.writes:

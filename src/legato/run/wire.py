@@ -270,12 +270,7 @@ def _engines(config: Config, policy: Policy, *, trains: bool, world: World | Non
     """The sampling engine, and a separate engine for evaluations if the sampler differs from the policy."""
     world = world or OneProcess()
     copied, name = divides_layers(config, world), config.rollouts.engine
-    if world.size > 1 and is_remote(name):
-        raise InputError(
-            f"expected one process with rollouts.engine = {name!r}, got {world.size}: servers are fed by one trainer; start"
-            " the run without torchrun, or use rollouts.engine=local"
-        )
-    options = replace(_engine_options(config, policy, trains=trains, ranks=world.size), copied=copied)
+    options = replace(_engine_options(config, policy, trains=trains, ranks=world.size), copied=copied, world=world)
     if options.mismatch.kind == "none":
         engine = build_engine(name, policy, options)
         evaluator = None
@@ -531,7 +526,7 @@ def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, referen
     training, world = resolved.config.training, collector.world
     division: Division | None = None
     if isinstance(world, ProcessGroup) and divides_layers(resolved.config, world):
-        division = _divide_layers(policy, reference, collector, world)
+        division = _divide_layers(resolved.config, policy, reference, collector, world)
     elif isinstance(world, ProcessGroup):
         division = Divided(policy.parameters(), world)
     weights = policy.parameters()
@@ -579,7 +574,9 @@ def divides_layers(config: Config, world: World) -> bool:
     return world.size > 1 and config.training.shard == "layers"
 
 
-def _divide_layers(policy: Policy, reference: Reference | None, collector: Collector, world: ProcessGroup) -> Division:
+def _divide_layers(
+    config: Config, policy: Policy, reference: Reference | None, collector: Collector, world: ProcessGroup
+) -> Division:
     """Divide the layers of the policy and of its reference; engines then get the weights gathered."""
     # Imported here: FSDP2 takes a while to import.
     from legato.training.ranks.layers import Layered, divide_layers, gather_weights
@@ -590,7 +587,8 @@ def _divide_layers(policy: Policy, reference: Reference | None, collector: Colle
         divide_layers(reference.policy, world)
     for runner in (collector.runner, collector.evaluation):
         if runner is not None:
-            runner.weights = partial(gather_weights, policy)
+            # Servers read whole models; a copy beside the policy has what is not trained.
+            runner.weights = partial(gather_weights, policy, world, trained=not is_remote(config.rollouts.engine))
     return Layered(policy.parameters(), world, is_half=is_half)
 
 

@@ -38,6 +38,7 @@ from legato.errors import InputError
 from legato.policy.policy import Policy, local_part
 from legato.records.room import DiskFullError, is_full, os_error_of, reason
 from legato.training.optimizer import Optimizer
+from legato.training.pieces import Exchange
 from legato.training.saved import SavedTensors
 
 Result = TypeVar("Result")
@@ -137,7 +138,8 @@ def _gather_model(policy: Policy, world: World, adapters: bool) -> dict[str, Ten
     from legato.training.ranks.layers import gather_weights
 
     whole = {}
-    for name, tensor in gather_weights(policy, trained=adapters):
+    assert isinstance(world, Exchange)
+    for name, tensor in gather_weights(policy, world, trained=adapters):
         if world.rank == 0:
             whole[name] = tensor.to("cpu", copy=True)
     if world.rank:

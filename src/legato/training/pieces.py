@@ -130,7 +130,8 @@ class Divided:
 
 def norm_of_pieces(gradients: Mapping[str, Tensor], ranks: Exchange) -> Tensor:
     """The norm of a gradient of which each rank has pieces."""
-    squares = [gradient.double().square().sum() for gradient in gradients.values()]
+    # A norm per piece in its own dtype, then float64: copies of all pieces in float64 would be read and written many times.
+    squares = [norm.double().square() for norm in torch._foreach_norm(list(gradients.values()))]
     exact = torch.promote_types(next(iter(gradients.values())).dtype, torch.float32)
     return ranks.sum_table(torch.stack(squares).sum()).sqrt().to(exact)
 
@@ -141,16 +142,29 @@ def run_of(first_axis: int, rank: int, size: int) -> range:
     return range(min(rank * each, first_axis), min((rank + 1) * each, first_axis))
 
 
-def _runs(weight: Tensor, size: int) -> list[range]:
-    """The flat numbers of a weight that each rank has."""
-    first = weight.shape[0] if weight.dim() else 1
-    inner = weight.numel() // first if first else 0
+def join_runs(own: Tensor, shape: torch.Size, ranks: Exchange) -> Tensor:
+    """A whole weight from the flat runs of all ranks."""
+    longest = len(_runs(shape, ranks.size)[0])
+    part = torch.cat([own, own.new_zeros(longest - len(own))]) if len(own) < longest else own
+    rows = own.new_empty(ranks.size, longest)
+    ranks.all_gather(rows.view(-1), part)
+    if rows.numel() == shape.numel():
+        return rows.view(shape)
+    whole = own.new_empty(shape)
+    _collect(rows, whole)
+    return whole
+
+
+def _runs(shape: torch.Size, size: int) -> list[range]:
+    """The flat numbers of a weight of this shape that each rank has."""
+    first = shape[0] if shape else 1
+    inner = shape.numel() // first if first else 0
     runs = [run_of(first, rank, size) for rank in range(size)]
     return [range(run.start * inner, run.stop * inner) for run in runs]
 
 
 def _own_piece(weight: nn.Parameter, rank: int, size: int) -> Piece:
-    run = _runs(weight, size)[rank]
+    run = _runs(weight.shape, size)[rank]
     flat = weight.detach().view(-1)[run.start : run.stop]
     return Piece(run.start, run.stop, weight.numel(), flat, weight.dim() >= 2)
 
@@ -170,7 +184,7 @@ class _Bucket:
         """Each weight with the columns that hold its run; a rank with a shorter run leaves the last ones at 0."""
         column = 0
         for weight in self.weights.values():
-            longest = len(_runs(weight, self.size)[0])
+            longest = len(_runs(weight.shape, self.size)[0])
             yield weight, range(column, column + longest)
             column += longest
 
@@ -200,7 +214,7 @@ def _scatter(weight: Tensor, rows: Tensor) -> None:
     if len(flat) == rows.numel():
         rows.copy_(flat.view(size, -1))
         return
-    for rank, run in enumerate(_runs(weight, size)):
+    for rank, run in enumerate(_runs(weight.shape, size)):
         rows[rank, : len(run)] = flat[run.start : run.stop]
 
 
@@ -210,7 +224,7 @@ def _collect(rows: Tensor, weight: Tensor) -> None:
     if len(flat) == rows.numel():
         flat.view(size, -1).copy_(rows)
         return
-    for rank, run in enumerate(_runs(weight, size)):
+    for rank, run in enumerate(_runs(weight.shape, size)):
         flat[run.start : run.stop] = rows[rank, : len(run)]
 
 

@@ -12,12 +12,16 @@ after `pause_seconds` with its state saved.
 
 What blocks runs in threads (`transport.py`); all state is changed by the callers of `submit`, `poll` and `publish`, which
 may be different threads.
+
+Of several ranks each has a fleet over the same servers and asks them for its own share. Rank 0 alone starts them, publishes
+and brings them back (`agreement.py`); a thread of its looks after them while it has nothing to sample itself.
 """
 
 import os
 import random
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -32,6 +36,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from legato.core.user_code import RUN, StopRequestedError
+from legato.core.world import OneProcess, World, on_first_rank
 from legato.errors import InputError, shorten
 from legato.policy.policy import Policy
 from legato.rollouts.engine import (
@@ -45,6 +50,7 @@ from legato.rollouts.engine import (
     Response,
 )
 from legato.rollouts.sampling import Sampling
+from legato.rollouts.servers.agreement import Loaded, merge_counts, share_loaded
 from legato.rollouts.servers.dialect import UNKNOWN_VERSION, Ask
 from legato.rollouts.servers.dialects.base import Dialect, Reading, ServerFacts, StartPlan
 from legato.rollouts.servers.errors import BusyError, RefusedError, ServerError
@@ -70,6 +76,8 @@ FIRST_CHECK, LONGEST_CHECK = 0.5, 30.0
 """Seconds before a dropped server is looked at again; doubled each time."""
 RESTARTS = 3
 """Restarts of a server of the run's own that may fail in a row."""
+LOOK_SECONDS = 5.0
+"""How often rank 0 looks at the servers while it has nothing to sample and other ranks do."""
 SAY_SECONDS = 60.0
 """How often a pause is told again."""
 WAKE_SECONDS = 0.5
@@ -102,11 +110,18 @@ class Fleet(JobEngine):
         context_tokens: int = 0,
         transport: Transport | None = None,
         seed: int | None = None,
+        world: World | None = None,
     ) -> None:
-        """`context_tokens`: the most tokens of a prompt with its response. `seed`: of pauses, for tests."""
+        """`context_tokens`: the most tokens of a prompt with its response. `seed`: of pauses, for tests.
+
+        `world`: the ranks that ask the same servers; every rank makes its fleet, opens it and publishes together.
+        """
         super().__init__()
         self.policy, self.dialect, self.settings = policy, dialect, settings
-        self.rows_at_once, self.context_tokens = rows_at_once, context_tokens
+        self.world = OneProcess() if world is None else world
+        self._sequences, self.context_tokens = rows_at_once, context_tokens
+        # What a server may have in flight is divided among the ranks.
+        self.rows_at_once = -(-rows_at_once // self.world.size)
         self.name = dialect.name
         # One lock guards everything, and `poll` gives it up while it waits.
         self.capabilities = Capabilities(truncation=dialect.truncation, holds_weights=True, concurrent=True)
@@ -115,7 +130,7 @@ class Fleet(JobEngine):
         self.servers: list[Server] = []
         self.place: EnginePlace | None = None
         self._random = random.Random(seed)  # the global generator belongs to the run
-        self._token = secrets.token_hex(4)
+        self._token: str = on_first_rank(self.world, lambda: secrets.token_hex(4))
         """Part of all names of weights: two runs that publish to one server notice each other."""
         self._reading = Reading(tokenizer=policy.tokenizer, vocabulary=policy.vocabulary, version_of=self._version_of)
         self._lock = threading.RLock()
@@ -138,6 +153,7 @@ class Fleet(JobEngine):
         self._said_at = 0.0
         self._paused_seconds = 0.0
         self._publish_seconds = 0.0
+        self._closed = threading.Event()
         key = os.environ.get(KEY_VARIABLE)
         for number, url in enumerate(settings.urls):
             self.servers.append(Server(number, HttpClient(url, key)))
@@ -163,7 +179,8 @@ class Fleet(JobEngine):
             else:
                 raise result
         self._check_quorum_at_start()
-        self._decide_adapters()
+        # Ranks may have reached different servers.
+        self._adapters = on_first_rank(self.world, self._decide_adapters)
 
     def _at_all(self, servers: Sequence[Server], work: Callable[[Server], Any]) -> list[Any]:
         """What `work` returns or raises for each server, all at once."""
@@ -201,7 +218,7 @@ class Fleet(JobEngine):
             )
         server.facts = facts
 
-    def _decide_adapters(self) -> None:
+    def _decide_adapters(self) -> bool:
         """Whether adapters are published as adapters. All servers get the same."""
         wanted, facts = self.settings.lora, [server.facts for server in self.servers if server.facts is not None]
         takes = bool(facts) and all(each.adapters for each in facts)
@@ -211,7 +228,7 @@ class Fleet(JobEngine):
                 " without; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or use"
                 " rollouts.servers.lora=merged"
             )
-        self._adapters = self.lora and takes and wanted != "merged"
+        return self.lora and takes and wanted != "merged"
 
     def open(self, place: EnginePlace) -> None:
         """Start the servers of the run's own; weights and logs go to the run's folder."""
@@ -224,13 +241,34 @@ class Fleet(JobEngine):
             self._probe = Probe(self.policy, self.settings.probe_tolerance, self._folders.dtype)
             if self.settings.start:
                 self._start_servers(place)
+            if self.world.size > 1 and self.world.rank == 0:
+                threading.Thread(target=self._attend, name="fleet-attendant", daemon=True).start()
 
     def _start_servers(self, place: EnginePlace) -> None:
+        """Start the servers on rank 0; the other ranks get their addresses."""
+        hosts = sorted(set(self.world.gather(socket.gethostname())))
+        if len(hosts) > 1:
+            raise InputError(
+                f"expected processes on one machine with rollouts.servers.start, got {', '.join(hosts)}: servers that a run"
+                " starts listen on loopback alone; start them yourself and name them in rollouts.servers.urls"
+            )
+        weights = (place.weights or self.policy.model.named_parameters)()
+        if self.world.rank == 0:
+            self._start_processes(place, weights)
+        else:
+            deque(weights, maxlen=0)  # all ranks gather divided weights together
+        told = on_first_rank(self.world, lambda: [[s.client.url, s.started.plan.key] for s in self.servers if s.started])
+        if self.world.rank:
+            for number, (url, key) in enumerate(told):
+                self.servers.append(Server(number, HttpClient(url, key), is_own=True, state=State.UP))
+        self._adapters = on_first_rank(self.world, lambda: self._adapters)
+
+    def _start_processes(self, place: EnginePlace, weights: Iterable[tuple[str, Tensor]]) -> None:
         assert self._folders is not None
         # `legato serve` of a model folder takes whole weights alone.
         as_adapters = self.lora and self.settings.lora != "merged" and self.dialect.name != "legato"
-        self._base = self._folders.write_base() if as_adapters else None
-        model = self._base or self._folders.write(self.policy.model.named_parameters(), self.version)
+        self._base = self._folders.write_base(weights) if as_adapters else None
+        model = self._base or self._folders.write(weights, self.version)
         rank = max((max(each.r.values()) for each in _lora_layers(self.policy.model)), default=0) if as_adapters else 0
         plan = StartPlan(
             python=self.settings.python or sys.executable,
@@ -239,7 +277,7 @@ class Fleet(JobEngine):
             key=secrets.token_urlsafe(24),
             dtype=str(self._folders.dtype).removeprefix("torch."),
             context_tokens=max(self.context_tokens, 64),
-            sequences=self.rows_at_once,
+            sequences=self._sequences,
             lora_rank=rank,
             device=self.policy.device.type,
             arguments=self.settings.arguments,
@@ -254,7 +292,8 @@ class Fleet(JobEngine):
                 place.folder / f"server-{number}.log",
                 devices[number % len(devices)] if devices else None,
             )
-            self.servers.append(Server(number, HttpClient(f"http://127.0.0.1:{port}", plan.key), started))
+            client = HttpClient(f"http://127.0.0.1:{port}", plan.key)
+            self.servers.append(Server(number, client, started, is_own=True))
         try:
             for server in self.servers:
                 assert server.started is not None
@@ -268,7 +307,7 @@ class Fleet(JobEngine):
                     raise result
                 self._accept(server, result)
                 server.state = State.UP
-            self._decide_adapters()
+            self._adapters = self._decide_adapters()
         except BaseException:
             self._end_servers()
             raise
@@ -286,6 +325,7 @@ class Fleet(JobEngine):
 
     def close(self) -> None:
         """End the servers of the run's own and close all connections. Outstanding requests have no response."""
+        self._closed.set()
         with self._lock:
             self.jobs.clear()
             self._pending.clear()
@@ -293,7 +333,7 @@ class Fleet(JobEngine):
             for server in self.servers:
                 server.client.close()
             self._end_servers()
-            if self._folders is not None:
+            if self._folders is not None and self.world.rank == 0:
                 shutil.rmtree(self._folders.root, ignore_errors=True)
             if self._own_folder is not None:
                 shutil.rmtree(self._own_folder, ignore_errors=True)
@@ -326,19 +366,44 @@ class Fleet(JobEngine):
 
         A server that fails is dropped. What must end the run is raised by the next `submit` or `poll`: a trainer that
         publishes is in the middle of a step, and its state could not be saved.
+
+        Of several ranks rank 0 writes and loads, and all compare: where layers are divided, all must score together.
         """
         self._ensure_open()
         with self._lock:
             assert self._folders is not None and self._probe is not None
             began = self.transport.now()
-            folder = self._folders.write(weights, version, adapters=self._adapters)
+            folder = self._folders.path_of(version, adapters=self._adapters)
+            if self.world.rank == 0:
+                self._folders.write(weights, version, adapters=self._adapters)
+            elif not self._adapters:
+                deque(weights, maxlen=0)  # all ranks gather divided weights together
             # After the folder is whole: a server that comes back meanwhile reads both in its own thread.
             self._folder, self.version = folder, version
             self._published = Published(version, folder, self._new_name(version))
             self._probe.score()
-            servers = [server for server in self.servers if server.state in (State.UP, State.SUSPECT)]
-            self._judge_all(servers, self._at_all(servers, self._load))
+            servers = self._servers_to_load()
+            self._judge_all(servers, self._load_all(servers))
             self._publish_seconds += self.transport.now() - began
+
+    def _servers_to_load(self) -> list[Server]:
+        """The servers that get new weights: those that rank 0 reaches."""
+        answering = [server.number for server in self.servers if server.state in (State.UP, State.SUSPECT)]
+        numbers = on_first_rank(self.world, lambda: answering)
+        for server in self.servers:
+            if server.number in numbers and server.state is State.DOWN:
+                server.state, server.checks, server.problem = State.UP, 0, ""
+            elif server.number in answering and server.number not in numbers:
+                self._drop(server, "rank 0 does not reach it")
+        return [self.servers[number] for number in numbers]
+
+    def _load_all(self, servers: Sequence[Server]) -> list[Loaded]:
+        """Load the current weights into servers, all at once; what became of each, on all ranks."""
+        results = self._at_all(servers, self._load) if self.world.rank == 0 else []
+        for result in results:
+            if not isinstance(result, ProbeReply | ServerError | InputError):
+                raise result
+        return share_loaded(self.world, results)
 
     def _load(self, server: Server) -> ProbeReply:
         """Load the current weights into a server and ask what it computes; in a thread."""
@@ -370,7 +435,7 @@ class Fleet(JobEngine):
         name = f"probe-{uuid.uuid4().hex}"
         return self._probe.ask(self.dialect, server.client, self._reading, name, seconds, sample=sample)
 
-    def _judge_all(self, servers: Sequence[Server], results: Sequence[Any]) -> None:
+    def _judge_all(self, servers: Sequence[Server], results: Sequence[Loaded]) -> None:
         """Take over servers that have the weights, drop those that failed, restart those that kept old weights."""
         again: list[tuple[Server, str]] = []
         for server, result in zip(servers, results, strict=True):
@@ -378,7 +443,7 @@ class Fleet(JobEngine):
                 self._drop_after_load(server, result)
             elif (problem := self._judge(server, result, server.scores)) is not None:
                 again.append((server, problem))
-        own = [(server, problem) for server, problem in again if server.started is not None and server.reloads]
+        own = [(server, problem) for server, problem in again if server.is_own and server.reloads]
         for server, problem in again:
             if (server, problem) not in own:
                 self._fail(self._not_taken(server, problem))
@@ -389,7 +454,7 @@ class Fleet(JobEngine):
             server.reloads = False
             server.life += 1
             server.counts.restarts += 1
-        for (server, problem), result in zip(own, self._at_all([server for server, _ in own], self._load), strict=True):
+        for (server, problem), result in zip(own, self._load_all([server for server, _ in own]), strict=True):
             if not isinstance(result, ProbeReply):
                 self._drop_after_load(server, result)
             elif self._judge(server, result, None) is not None:
@@ -404,14 +469,12 @@ class Fleet(JobEngine):
             server.version, server.scores = self.version, reply.scores
         return verdict.problem
 
-    def _drop_after_load(self, server: Server, result: Any) -> None:
+    def _drop_after_load(self, server: Server, result: ServerError | InputError) -> None:
         if isinstance(result, InputError | RefusedError):
             # It will refuse the same weights again.
             self._fail(InputError(f"expected {server.client.url} to load version {self.version}, got {result}"))
-        elif isinstance(result, ServerError):
-            self._drop(server, f"it did not load version {self.version}: {result}")
         else:
-            raise result
+            self._drop(server, f"it did not load version {self.version}: {result}")
 
     def _not_taken(self, server: Server, problem: str) -> InputError:
         software = server.facts.software if server.facts is not None else self.dialect.name
@@ -419,7 +482,7 @@ class Fleet(JobEngine):
         remedy = "see that the server reads the same folder and that nobody else loads weights into it"
         if "temperature" in problem:
             remedy = f"start it with {self.dialect.option}"
-        elif server.started is None and (self._folders.tied or self.policy.routers is not None):
+        elif not server.is_own and (self._folders.tied or self.policy.routers is not None):
             what = "mixtures of experts" if self.policy.routers is not None else "tied output layers"
             remedy = (
                 f"some servers (vLLM on a CPU) do not reload {what}: let the run start and restart its servers"
@@ -533,6 +596,8 @@ class Fleet(JobEngine):
             self._take_answer(key, result)
         elif key[0] == "check":
             self._take_check(key[1], key[2], result)
+        elif key[0] == "look":
+            self._take_look(key[1], key[2], key[3], result)
         else:
             self._take_rejoin(key[1], result)
 
@@ -633,6 +698,10 @@ class Fleet(JobEngine):
 
     def _watch(self, now: float) -> None:
         """Look after servers that are down, and pause or end the run if too few are up."""
+        self._watch_servers(now)
+        self._watch_quorum(now)
+
+    def _watch_servers(self, now: float) -> None:
         for server in self.servers:
             died = server.started is not None and not server.started.alive and not server.checking
             if died and server.state in (State.UP, State.SUSPECT):
@@ -641,13 +710,50 @@ class Fleet(JobEngine):
             if server.state is State.DOWN and not server.checking and now >= server.next_check:
                 server.checking = True
                 self.transport.send(("rejoin", server), partial(self._rejoin, server))
-        self._watch_quorum(now)
+
+    def _attend(self) -> None:
+        """Look after the servers while this rank has nothing to sample: the others may be waiting for one to come back."""
+        next_look = 0.0
+        while not self._closed.wait(WAKE_SECONDS):
+            with self._lock:
+                if self._closed.is_set() or self._published is None or self.jobs:
+                    continue
+                now = self.transport.now()
+                self._watch_servers(now)
+                if now >= next_look:
+                    next_look = now + LOOK_SECONDS
+                    for server in self.servers:
+                        if server.state is State.UP:
+                            key = ("look", server, server.life, self._published)
+                            self.transport.send(key, partial(self.dialect.weights_name, server.client))
+            results = self.transport.wait(0.0)
+            with self._lock:
+                for key, result in results:
+                    try:
+                        self._take(key, result)
+                    except Exception as error:  # told by the next call of this rank
+                        self._fail(error)
+
+    def _take_look(self, server: Server, life: int, published: "Published", result: Any) -> None:
+        """Drop a server that does not answer, or that has other weights than those that were published last."""
+        if server.life != life or server.state is not State.UP or published is not self._published:
+            return
+        if isinstance(result, ServerError):
+            self._drop(server, str(result))
+        elif isinstance(result, Exception):
+            raise result
+        elif result != published.name:
+            self._drop(server, "it has other weights")
 
     def _rejoin(self, server: Server) -> tuple[int, ProbeReply]:
         """Bring a server to the current weights; in a thread. Returns the version and what the server computes."""
         published = self._published
         assert published is not None, "a server can be dropped only after the first publish"
-        if server.started is not None and (not server.started.alive or not server.reloads):
+        if self.world.rank:
+            self.dialect.check_alive(server.client)
+            if self.dialect.weights_name(server.client) != published.name:
+                raise ServerError("rank 0 has not brought it to the current weights yet")
+        elif server.started is not None and (not server.started.alive or not server.reloads):
             self._restart(server, published)
         else:
             self.dialect.check_alive(server.client)
@@ -712,24 +818,23 @@ class Fleet(JobEngine):
 
     def metrics(self) -> dict[str, float]:
         with self._lock:
-            every = [server.counts for server in self.servers]
+            every = merge_counts(self.world, [server.counts for server in self.servers])
+            paused, answering = zip(*self.world.gather([self._paused_seconds, self._answering()]), strict=True)
             responses = sum(each.responses for each in every)
-            paused = self._paused_seconds
             metrics = {
-                "servers/answering": float(self._answering()),
+                "servers/answering": float(min(answering)),
                 "servers/retries": float(sum(each.retries for each in every)),
                 "servers/drops": float(sum(each.drops for each in every)),
                 "servers/rejoins": float(sum(each.rejoins for each in every)),
                 "servers/restarts": float(sum(each.restarts for each in every)),
                 "servers/duplicates": float(sum(each.duplicates for each in every)),
                 "servers/publish_seconds": self._publish_seconds,
-                "servers/paused_seconds": paused,
+                "servers/paused_seconds": max(paused),
                 "servers/probe_gap": max((server.gap for server in self.servers), default=0.0),
             }
             if responses:
                 metrics["servers/response_seconds"] = sum(each.seconds for each in every) / responses
-            for server in self.servers if len(self.servers) > 1 else ():
-                own = server.counts
+            for server, own in zip(self.servers, every, strict=True) if len(self.servers) > 1 else ():
                 metrics |= {
                     f"servers/{server.number}/tokens": float(own.tokens),
                     f"servers/{server.number}/retries": float(own.retries),

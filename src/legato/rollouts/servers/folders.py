@@ -6,7 +6,7 @@ LoRA a folder holds the adapters, as peft saves them, or weights into which they
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,37 +31,41 @@ class WeightFolders:
         self.untied = untied and self.tied
         self.dtype = _served_dtype(self._base.get_input_embeddings().weight.dtype)
 
+    def path_of(self, version: int, *, adapters: bool = False) -> Path:
+        """Where the weights of a version are written."""
+        return self.root / f"version-{version}{'-adapters' if adapters else ''}"
+
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int, *, adapters: bool = False) -> Path:
-        """The folder of a version. Older ones but the last are deleted."""
-        folder = self.root / f"version-{version}{'-adapters' if adapters else ''}"
+        """Write the folder of a version from the weights of the policy's model. Older ones but the last are deleted."""
+        folder = self.path_of(version, adapters=adapters)
         partial = self.root / ".partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         if adapters:
             self.policy.model.save_pretrained(partial)
         else:
-            self._write_model(dict(self._merge_adapters() if self.lora else weights), partial)
+            self._write_model(self._merge_adapters(weights) if self.lora else weights, partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         self._prune(folder)
         return folder
 
-    def write_base(self) -> Path:
+    def write_base(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
         """The folder of the model without adapters, on which a server starts that gets adapters later."""
         folder = self.root / "base"
         if not folder.exists():
             partial = self.root / ".partial"
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            named = self._base.named_parameters()
-            self._write_model({_plain_name(name): weight for name, weight in named if ".lora_" not in name}, partial)
+            self._write_model(((_plain_name(name), each) for name, each in weights if ".lora_" not in name), partial)
             partial.rename(folder)
         return folder
 
-    def _write_model(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+    def _write_model(self, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+        # One after the other: where layers are divided among ranks, each is whole on the device for a moment only.
         held = {
             name: tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-            for name, tensor in weights.items()
+            for name, tensor in weights
         }
         # Under peft the base model's own state_dict has the names of its wrappers: names and tensors are given.
         self._base.save_pretrained(folder, state_dict=dict(held))
@@ -75,11 +79,11 @@ class WeightFolders:
             config["tie_word_embeddings"] = False
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    def _merge_adapters(self) -> Iterator[tuple[str, Tensor]]:
+    def _merge_adapters(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The weights of the base model with the adapters added, by the names without peft."""
         deltas = _deltas(self._base)
         with torch.no_grad():
-            for name, weight in self._base.named_parameters():
+            for name, weight in weights:
                 if ".lora_" in name:
                     continue
                 plain = _plain_name(name)
@@ -98,7 +102,7 @@ def _served_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _plain_name(name: str) -> str:
     """The name of a weight without the wrappers of peft."""
-    return name.replace(".base_layer", "")
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def _deltas(base: Any) -> dict[str, Any]:

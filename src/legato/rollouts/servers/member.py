@@ -77,6 +77,9 @@ class Server:
     number: int
     client: HttpClient
     started: StartedServer | None = None
+    """Its process, if this process has started it."""
+    is_own: bool = False
+    """Whether this run has started it, on any rank."""
     facts: ServerFacts | None = None
     state: State = State.DOWN
     life: int = 0

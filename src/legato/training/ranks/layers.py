@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from legato.errors import InputError
 from legato.policy.policy import Policy
-from legato.training.pieces import Divided, Exchange, Piece, norm_of_pieces, run_of
+from legato.training.pieces import Divided, Exchange, Piece, join_runs, norm_of_pieces, run_of
 
 
 def divide_layers(policy: Policy, ranks: Exchange) -> None:
@@ -61,18 +61,25 @@ def divide_layers(policy: Policy, ranks: Exchange) -> None:
     policy.divided = True
 
 
-def gather_weights(policy: Policy, *, trained: bool = True) -> Iterator[tuple[str, Tensor]]:
+def gather_weights(policy: Policy, ranks: Exchange, *, trained: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The whole weights by name, one after the other, in the dtype of the model. All ranks must take all of them."""
     dtype = policy.model.get_input_embeddings().weight.dtype
+    ranks.meet("gather weights")
     for name, weight in policy.model.named_parameters():
-        if not weight.requires_grad and trained:
-            continue
-        if isinstance(weight, DTensor):
-            own: Any = weight.to_local().detach().to(dtype)
-            sizes: dict[str, Any] = {"shape": weight.shape, "stride": weight.stride()}
-            yield name, DTensor.from_local(own, weight.device_mesh, weight.placements, **sizes).full_tensor()
-        else:
-            yield name, weight.detach()
+        if weight.requires_grad or not trained:
+            yield name, gather_weight(weight, ranks, dtype)
+
+
+@torch.no_grad()
+def gather_weight(weight: Tensor, ranks: Exchange, dtype: torch.dtype | None = None) -> Tensor:
+    """A whole weight of which each rank has a shard, in this dtype; a weight that is not divided as it is.
+
+    DTensor.full_tensor is not used: gloo crashes in it where tensors are on a GPU (pytorch issues 132471 and 152645).
+    """
+    if not isinstance(weight, DTensor):
+        return weight.detach()
+    own = weight.to_local().reshape(-1).to(dtype or weight.dtype)
+    return join_runs(own, weight.shape, ranks)
 
 
 class Layered:
@@ -87,6 +94,7 @@ class Layered:
             for name, weight in weights.items()
         }
 
+    @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         gradients = self.rest.gradients()
         for name, weight in self.shards.items():
