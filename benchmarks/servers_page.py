@@ -89,7 +89,8 @@ def vllm_block() -> str:
         ),
     ]
     lines = ["| `make test-vllm` | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)]
-    told = f"{results['software']} on CPU, commit {results['commit']}, {results['day']}, {results['seconds']:.0f} s in all"
+    length = f"{results['seconds']:.0f} s in all" if "seconds" in results else results["note"]
+    told = f"{results['software']} on CPU, commit {results['commit']}, {results['day']}; {length}"
     return "\n".join([*lines, "", f"Read with {told} (`benchmarks/results/vllm.json`)."])
 
 
