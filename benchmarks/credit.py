@@ -57,7 +57,7 @@ def summarise_run(folder: Path, machine: str) -> dict[str, Any]:
     """The held-out accuracy of a run by step, its recipe, and how long it took."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     config = tomllib.loads((folder / "config.toml").read_text())
-    evaluations = [record for record in records if record.get("kind") == "eval"]
+    evaluations = [record for record in records if record.get("kind") == "evaluation"]
     steps = [record for record in records if record.get("kind") == "step"]
     return {
         "evaluations": [
