@@ -25,7 +25,8 @@ def test_the_page_shows_what_is_stored_and_says_what_is_not(tmp_path: Path, monk
     run.mkdir()
     (run / "config.toml").write_text("[training]\nseed = 0\n[task]\nheld_out = 64\n")
     evaluations = [
-        {"kind": "evaluation", "step": step, "eval/accuracy_sampled": step / 4, "eval/accuracy_greedy": 0.5} for step in (0, 2)
+        {"kind": "evaluation", "step": step, "eval/accuracy_sampled": step / 4, "eval/accuracy_greedy": 0.5}
+        for step in (0, 2)
     ]
     steps = [{"kind": "step", "step": step, "time/step_seconds": 1.5} for step in (1, 2)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*evaluations, *steps]))
