@@ -61,7 +61,7 @@ def test_stored_results_of_the_gpu_fill_the_table(monkeypatch: pytest.MonkeyPatc
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"machine": {}, "date": "2026-12-01", "shapes": shapes}))
     monkeypatch.setattr(peaks, "PLAN_RESULTS", file)
-    rows = {row.what: row for row in peaks._planned()}
+    rows = {row.what: row for row in peaks._planned_rows()}
     assert set(rows) == {gpu_plan.SHAPES[name].title for name in ("4b", "8b-lora", "mixture")}
     assert all(row.date == "2026-12-01" and row.source == "plan.json" for row in rows.values())
     dense = rows["Qwen3-4B, full training"]

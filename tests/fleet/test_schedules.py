@@ -178,8 +178,11 @@ class FakeFolders:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def write(self, weights: Any, version: int, *, adapters: bool = False) -> Path:
+    def path_of(self, version: int, *, adapters: bool = False) -> Path:
         return self.root / str(version)
+
+    def write(self, weights: Any, version: int, *, adapters: bool = False) -> Path:
+        return self.path_of(version, adapters=adapters)
 
 
 class FakeFleet(Fleet):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from legato.errors import InputError
 from legato.policy.policy import Policy
 from legato.records.directory import RunDirectory
 from legato.rollouts import local_kind
@@ -92,7 +93,7 @@ def the_memory_of_keys_and_values(bench: Bench) -> None:
     from legato.rollouts.gpu.slots import Room
 
     # The engine of a GPU, on a machine that is said to have room for 64 rows beside what training will ask for.
-    def with_slots(policy: Policy, rows: int, **rest: Any) -> GraphedEngine:
+    def with_slots(policy: Policy, rows: int, exact: str, world: Any, **rest: Any) -> GraphedEngine:
         return GraphedEngine(policy, rows, graphs=False, **rest)
 
     bench.patch.setattr(local_kind, "local_engine", with_slots)
@@ -106,6 +107,15 @@ def the_memory_of_keys_and_values(bench: Bench) -> None:
         bench.patch.setattr(budget, "free_bytes", lambda device, free=free: free)
         slots.append(engine._prepare(room).room.slots)
     assert slots == [64, 24, 1]
+
+
+@effect("rollouts.exact")
+def an_engine_with_the_trainers_bits(bench: Bench) -> None:
+    # What it does on a GPU is in tests/rollouts/test_exact.py; without one it cannot be, and must not be ignored.
+    with pytest.raises(InputError, match="a Hopper GPU is needed"):
+        bench.build_run({"rollouts.exact": "on"})
+    for value in ("auto", "off"):
+        assert not bench.build_run({"rollouts.exact": value}).trainer.policy.exact
 
 
 @effect("rollouts.mismatch.kind", "rollouts.mismatch.size", "rollouts.mismatch.updates")

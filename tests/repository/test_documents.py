@@ -63,10 +63,6 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     assert f"takes {ours:.2f} s" in README and f"`generate` {trl:.2f} s: {trl / ours:.1f} times" in README
     our_peak, their_peak = (parts[name]["peak_gib"] for name in ("Legato", "TRL defaults"))
     assert f"peak of {our_peak:.1f} GiB where\n  TRL has {their_peak:.1f}" in README
-    large = json.loads((results / "large.json").read_text())
-    assert f"decodes {large['sampling only']['tokens_per_second']:,.0f} tokens/s" in README
-    beside = large["before full training"]
-    assert f"{beside['slots']} rows fit: {beside['tokens_per_second']:,.0f} tokens/s" in README
     smollm2 = json.loads((results / "smollm2-gpu.json").read_text())
     first, last = (100 * smollm2["evaluations"][place]["eval/accuracy_sampled"] for place in (0, -1))
     assert f"from {first:.1f} to {last:.1f} % on held-out additions" in README
@@ -89,21 +85,7 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     watch = (ROOT / "docs/experiments/health.md").read_text()
     assert "**10 of 10** fresh seeds" in watch and "on 10 of 10 fresh seeds" in README
     assert "**1 false alarm in 2,500 healthy steps**" in watch and "1 false alarm in 2,500 healthy steps" in README
-    assert "56 of 75 faulty runs raised an alarm" in watch and "56 of 75 runs were noticed" in README
-
-
-def test_the_measured_figures_of_other_pages_are_those_of_the_stored_files() -> None:
-    results = ROOT / "benchmarks" / "results"
-    ahead = (ROOT / "docs" / "ahead.md").read_text()
-    ratios = {row["ahead"]: f"{row['ratio']:.2f}" for row in json.loads((results / "ahead.json").read_text())["rows"]}
-    assert f"{ratios[1]} times as many at k = 1, {ratios[2]} at k = 2 and {ratios[4]} at k = 4" in ahead
-    serve = " ".join((ROOT / "docs" / "serve.md").read_text().split())
-    large, tiny = (
-        {way: f"{100 * share:.0f} %" for way, share in row["share_of_direct"].items()}
-        for row in json.loads((results / "serve.json").read_text())[:2]
-    )
-    assert f"got {large['whole']} with whole answers and {large['stream']} with streams" in serve
-    assert f"got {tiny['whole']} and {tiny['stream']}" in serve
+    assert "56 of 75 faulty runs raised an alarm" in watch and "Of 75 runs with 14 kinds of fault it noticed 56" in README
 
 
 def test_the_sizes_of_upcycled_smollm2_follow_from_its_shape() -> None:

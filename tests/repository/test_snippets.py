@@ -87,7 +87,8 @@ def torchrun_commands() -> list[str]:
     (script,) = [text.replace("\\\n", " ") for language, text in page if language == "bash"]
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     submitted = [line.removeprefix("srun ") for line in script.splitlines() if line.startswith("srun ")]
-    (job,) = [yaml.safe_load(text) for language, text in page if language == "yaml"]
+    documents = [each for language, text in page if language == "yaml" for each in yaml.safe_load_all(text)]
+    (job,) = [each for each in documents if each["kind"] == "Job"]
     containers = job["spec"]["template"]["spec"]["containers"]
     return [*typed, *submitted, *(shlex.join(map(str, each["command"])) for each in containers)]
 

@@ -113,7 +113,7 @@ def test_an_edited_reward_file_or_data_file_needs_allow_changes(tmp_path: Path) 
     for path, old, new, name in ((reward, "% 2", "% 3", "mine.py:mine"), (data, '"a"', '"b"', "task.path")):
         before = path.read_text()
         path.write_text(before.replace(old, new))
-        with pytest.raises(InputError, match=rf"changed.*{name}.*--allow-changes"):
+        with pytest.raises(InputError, match=rf"changes in .*{name}.*--allow-changes"):
             resume(run, ["training.steps=3"])
         path.write_text(before)
     assert resume(run, ["training.steps=3"]).exit_code == 0
@@ -130,7 +130,7 @@ def test_an_edited_module_that_the_reward_imports_needs_allow_changes(
     helper.write_text("def odd(tokens):\n    return float(len(tokens) % 3)\n")
     for name in [name for name in sys.modules if "_of_scores" in name or "own_scores" in name]:
         del sys.modules[name]  # as in a new process
-    with pytest.raises(InputError, match=r"changed the module helper_of_scores .*--allow-changes"):
+    with pytest.raises(InputError, match=r"changes in the module helper_of_scores .*--allow-changes"):
         resume(run, ["training.steps=3"])
     listener = Listener()
     resume(run, ["training.steps=3"], allow_changes=True, watcher=listener)

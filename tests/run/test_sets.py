@@ -243,7 +243,7 @@ def test_a_refused_resume_changes_nothing_of_the_run_and_code_of_sets_is_hashed(
     run = run_small(tmp_path / "runs", options).directory
     files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     code.write_text("def judge(rollout):\n    return 0.0\n")
-    with pytest.raises(InputError, match=r"a changed .*judge.py:judge"):
+    with pytest.raises(InputError, match=r"changes in .*judge.py:judge"):
         resume(run, step=1)
     with pytest.raises(InputError, match="nothing"):
         resume(run, ["evaluation.sets.mine.task={kind = 'jsonl', path = 'nothing.jsonl'}"], step=1, allow_changes=True)

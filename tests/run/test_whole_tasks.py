@@ -137,8 +137,9 @@ def test_every_task_and_every_reward_is_tested_here() -> None:
     register_all()
     assert {*names("task")} == {*TASKS, *GAMES, "reasoning-gym"}
     # `dataset` needs the network; what it makes of rows is in tests/tasks/test_data.py. Published sets and their reward are
-    # in tests/tasks/test_benchmarks.py, tests/rewards/test_answers.py and test_sets.py.
-    assert {*names("data")} == {"jsonl", "parquet", "gsm8k", "math", "dataset"} | {*ROWS}
+    # in tests/tasks/test_benchmarks.py, tests/rewards/test_answers.py and test_sets.py. `verifiers` needs that package:
+    # tests/environments/test_verifiers.py.
+    assert {*names("data")} == {"jsonl", "parquet", "gsm8k", "math", "dataset", "verifiers"} | {*ROWS}
     # `judge` asks an endpoint: tests/rewards/test_judge.py.
     used = {reward for _, rewards in TASKS.values() for reward in rewards}
     assert {*names("reward")} == {
