@@ -215,7 +215,12 @@ def test_layers_divided_among_ranks_run_whole_and_follow_their_weights(
         divide_layers(divided, ProcessGroup())
         assert divided.trains_fused, divided.why_not_fused()
         whole, run_whole = list[Any](), policy_module.run_plain_layer
-        patch.setattr(policy_module, "run_plain_layer", lambda layer, *rest: whole.append(layer) or run_whole(layer, *rest))
+
+        def counted(layer: Any, *rest: Any, **options: Any) -> Any:
+            whole.append(layer)
+            return run_whole(layer, *rest, **options)
+
+        patch.setattr(policy_module, "run_plain_layer", counted)
         divided.score(texts(), ROWS)
         # Before the first backward of a step FSDP2 has gathered for scoring only.
         for _ in range(2):
