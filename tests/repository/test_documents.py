@@ -79,7 +79,8 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
         r"^\| [\d.]+B \| (\w+) \|.* ([\d.]+)x \| \d+ \|$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE
     )
     usual, nano = ([ratio for kind, ratio in rows if (kind == "nano") == is_nano] for is_nano in (False, True))
-    assert f"{min(usual, key=float)} to {max(usual, key=float)} times its tokens a second, {nano[0]} times on nano" in README
+    assert f"{min(usual, key=float)} to {max(usual, key=float)} times as many" in README
+    assert f"{nano[0]} times as many on nano-vLLM's benchmark" in README
     (equal,) = re.findall(r"the same numbers \((\d+ comparisons)\)", (ROOT / "docs/peers.md").read_text())
     assert f"the same numbers in all {equal}" in README
     watch = (ROOT / "docs/experiments/health.md").read_text()
