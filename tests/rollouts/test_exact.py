@@ -166,6 +166,8 @@ def test_what_cannot_be_exact_is_named() -> None:
         ({"rollouts.ahead": 1}, "older weights"),
         ({"task.environment": "guess"}, "several turns"),
         ({"rollouts.mismatch.kind": "stale"}, "mismatch"),
+        ({"rollouts.engine": "legato", "rollouts.servers.start": 1}, "only 'local'"),
+        ({"training.tokens_per_pack": 32768}, "packs of up to 16384"),
     ],
 )
 def test_settings_that_rule_it_out_are_refused_if_it_must_be_on(options: dict[str, Any], reason: str) -> None:
@@ -177,10 +179,46 @@ def test_settings_that_rule_it_out_are_refused_if_it_must_be_on(options: dict[st
         wire._exactness(config, policy)
 
 
-@pytest.mark.parametrize(("prompts", "expected"), [(16, "auto"), (8, "off")])
-def test_few_rows_are_decoded_as_fast_as_possible(prompts: int, expected: str) -> None:
-    config = load([], [f"training.prompts_per_step={prompts}", "rollouts.samples_per_prompt=8"]).config
-    assert wire._exactness(config, make_policy("qwen3")) == expected
+@pytest.mark.parametrize(
+    ("words", "ranks", "expected"),
+    [
+        ((), 1, "auto"),
+        (("training.prompts_per_step=8",), 1, "off"),
+        ((), 2, "off"),
+        (("training.anchor=recompute",), 1, "off"),
+        (("training.updates_per_step=1",), 1, "off"),
+    ],
+)
+def test_it_is_left_off_where_it_costs_more_than_it_saves(words: tuple[str, ...], ranks: int, expected: str) -> None:
+    config = load([], ["training.prompts_per_step=16", "rollouts.samples_per_prompt=8", *words]).config
+    assert wire._exactness(config, make_policy("qwen3"), ranks) == expected
+
+
+def test_a_policy_is_exact_only_if_nothing_differs_and_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy("qwen3")
+    engine = GraphedEngine(policy, graphs=False)
+    assert exactness.make_exact(policy, engine) is not None and not policy.exact  # on a CPU
+    monkeypatch.setattr(exactness, "why_not_exact", lambda policy: None)
+    monkeypatch.setattr(exactness, "find_difference", lambda engine, policy: None)
+    assert exactness.make_exact(policy, engine) is None and policy.exact
+    monkeypatch.setattr(exactness, "find_difference", lambda engine, policy: "3 of 9 log-probs differ")
+    assert exactness.make_exact(policy, engine) == "3 of 9 log-probs differ" and not policy.exact
+
+    def run_out(engine: Any, policy: Any) -> str | None:
+        raise torch.OutOfMemoryError("CUDA out of memory\nmore")
+
+    monkeypatch.setattr(exactness, "find_difference", run_out)
+    assert exactness.make_exact(policy, engine) == "OutOfMemoryError: CUDA out of memory" and not policy.exact
+    policy.exact = True
+    local_engine(policy, 4, exact="off")
+    assert not policy.exact
+
+
+def test_a_projection_with_a_hook_is_called() -> None:
+    module, x = torch.nn.Linear(4, 5), torch.randn(2, 4)
+    assert torch.equal(products.project_alike(module, x), module(x))
+    module.register_forward_hook(lambda module, inputs, output: output + 1)
+    assert torch.equal(products.project_alike(module, x), module(x))
 
 
 def test_products_are_padded_to_the_rows_from_which_on_they_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,8 @@ from legato.training.step import Trainer, routing_options
 from legato.training.tables import needs
 from legato.training.teacher import Teacher
 
+EXACT_PACK = 16384
+"""The largest pack whose products are compared with those of decoding (`policy/layers/products.py`)."""
 EXACT_ROWS = 128
 """From so many rows at once on an exact engine costs less than scoring the old policy, which it saves (docs/exact.md)."""
 
@@ -388,7 +390,7 @@ def _engine_options(config: Config, policy: Policy, *, trains: bool, ranks: int 
     return select(
         EngineOptions,
         [rollouts],
-        exact=_exactness(config, policy) if trains else "off",
+        exact=_exactness(config, policy, ranks) if trains else "off",
         mismatch=rollouts.mismatch,
         training_bytes=later,
         run_seed=training.seed,
@@ -397,12 +399,17 @@ def _engine_options(config: Config, policy: Policy, *, trains: bool, ranks: int 
     )
 
 
-def _exactness(config: Config, policy: Policy) -> str:
+def _exactness(config: Config, policy: Policy, ranks: int = 1) -> str:
     """`rollouts.exact` as it applies to this run. Settings that rule it out are refused if it must be "on"."""
     rollouts, training = config.rollouts, config.training
     wanted = rollouts.exact
-    rows = min(rollouts.rows_at_once, training.prompts_per_step * rollouts.samples_per_prompt)
+    rows = min(rollouts.rows_at_once, training.prompts_per_step * rollouts.samples_per_prompt // ranks)
     reasons = {
+        f"rollouts.engine = {rollouts.engine!r}; only 'local' can be exact": rollouts.engine != "local",
+        "training.shard = 'layers' divides the layers among ranks": ranks > 1 and training.shard == "layers",
+        f"training.tokens_per_pack = {training.tokens_per_pack}; packs of up to {EXACT_PACK} tokens are exact": (
+            training.tokens_per_pack > EXACT_PACK
+        ),
         "an environment plays several turns, and a later turn reads the earlier ones as its prompt": config.task.environment,
         "top-p, top-k and min-p cut the distribution after the head": select(Sampling, [rollouts]).truncates,
         f"rollouts.ahead = {rollouts.ahead}: responses are of older weights": rollouts.ahead > 0,
@@ -414,8 +421,16 @@ def _exactness(config: Config, policy: Policy) -> str:
             f"expected rollouts.exact = 'auto' or 'off', got 'on': engine and trainer cannot be equal to the bit, because"
             f" {reason}"
         )
-    if wanted == "auto" and reason is None and rows < EXACT_ROWS:
-        reason = f"{rows} rows decode at once; from {EXACT_ROWS} on it costs less than it saves"
+    if wanted == "auto" and reason is None:
+        saves_nothing = {
+            f"{rows} rows decode at once; from {EXACT_ROWS} on it costs less than it saves": rows < EXACT_ROWS,
+            "training.anchor = 'recompute' scores the old policy all the same": training.anchor == "recompute",
+            "one update in a step needs no scoring of the old policy": (
+                training.updates_per_step == training.epochs_per_step == 1
+            ),
+            "a value head is evaluated with the old policy all the same": policy.value_head is not None,
+        }
+        reason = next((reason for reason, holds in saves_nothing.items() if holds), None)
     if wanted == "auto" and reason is not None:
         if policy.device.type == "cuda":
             policy.notes.append(f"engine and trainer are not equal to the bit (rollouts.exact): {reason}")

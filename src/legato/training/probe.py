@@ -246,9 +246,12 @@ def _walk(policy: Policy, tables: Tables, rows: Tensor) -> str:
     texts, row = tables.texts, int(rows[0])
     group, length = int(texts.group[row]), min(int(texts.lengths[row]), WALKED)
     prompt = texts.prompts[group, : int(texts.prompt_lengths[group])]
-    difference = first_difference(
-        policy, prompt.cpu(), texts.tokens[row, :length].cpu(), temperature=float(texts.temperature[row])
-    )
+    try:
+        difference = first_difference(
+            policy, prompt.cpu(), texts.tokens[row, :length].cpu(), temperature=float(texts.temperature[row])
+        )
+    except (RuntimeError, AssertionError) as error:  # a diagnosis must not end the run: memory, for one
+        return f"the walk through both failed ({type(error).__name__})"
     return "" if difference is None else str(difference)
 
 

@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear as plain_linear
 from torch.nn.functional import pad
 
@@ -18,8 +18,8 @@ MOST_PADDED = 1024
 """Products are padded to at most so many rows; one that needs more is not exact."""
 _PACK = 16384
 """Rows of the product that all others are compared with."""
-_SIZES = (*range(1, 513), *(int(512 * 1.09**step) | 1 for step in range(1, 40)), *range(576, _PACK, 1024))
-"""Numbers of rows that are compared: all up to 512, then odd ones and multiples of 64."""
+_SIZES = (*range(1, 513), *(int(512 * 1.09**step) | 1 for step in range(1, 40)), *range(576, _PACK, 192))
+"""Numbers of rows that are compared: all up to 512, then odd ones and multiples of 64, among them those of buckets."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -34,7 +34,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def project_alike(module: Any, x: Tensor) -> Tensor:
-    """The output of a plain linear layer, as `linear`."""
+    """The output of a plain linear layer, as `linear`; any other module, or one with hooks, is called."""
+    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+        output: Tensor = module(x)
+        return output
     return linear(x, module.weight, module.bias)
 
 
@@ -50,7 +53,7 @@ def _measure_least_rows(device: torch.device, dtype: torch.dtype, outputs: int, 
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
     with torch.no_grad():
         x, weight = random(_PACK, inputs), random(outputs, inputs) * inputs**-0.5

@@ -353,7 +353,8 @@ class GraphedEngine(JobEngine):
             tokens, logprobs = sample(logits, slots, store.seed, store.length, temperature=sampling.temperature, add=add)
             if self.exact:
                 temperature = torch.full((len(tokens),), sampling.temperature or 1.0, device=tokens.device)
-                logprobs, _ = head.score(hidden, tokens, temperature)
+                # 0 logits at once: none are kept for a backward.
+                logprobs, _ = head.score(hidden, tokens, temperature, 0)
             return Choice(tokens=tokens, logprobs=logprobs, kept_logmass=None)
         return choose_plainly(logits, uniform(store.seed[slots], store.length[slots] + add), sampling)
 

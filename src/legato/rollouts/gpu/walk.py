@@ -65,7 +65,7 @@ def first_difference(
             store.token.fill_(int(tokens[place]))
             outputs: Outputs = []
             _decode(policy, bucket, outputs)
-            expected = [(name, output[index[place + 1]]) for name, output in trained]
+            expected = [(name, output[place + 1]) for name, output in trained]
             difference = _compare(place, [(name, output[0]) for name, output in outputs], expected)
             store.length += 1
         if difference is None:
@@ -74,7 +74,7 @@ def first_difference(
 
 
 def _train(policy: Policy, prompt: Tensor, tokens: Tensor) -> tuple[Outputs, Tensor, Tensor]:
-    """Outputs of all operations of a pack with this response, the pack's place of each hidden state, hidden states."""
+    """Outputs of all operations at the tokens before each of the response's, their places in the pack, hidden states."""
     length = len(tokens)
     texts = replace(
         prompt_texts([prompt]),
@@ -86,7 +86,7 @@ def _train(policy: Policy, prompt: Tensor, tokens: Tensor) -> tuple[Outputs, Ten
     )
     packed = policy.pack(texts, torch.tensor([0])).to(policy.device)
     outputs: Outputs = []
-    wrap = _Recorder(policy.body.get_decoder(), outputs).wrap
+    wrap = _Recorder(policy.body.get_decoder(), outputs, packed.read).wrap
     hidden = policy.read_as_in_training(packed, lambda layer, keys, values: None, wrap)
     return outputs, packed.read, hidden
 
@@ -114,14 +114,15 @@ def _decode(policy: Policy, bucket: Bucket, outputs: Outputs) -> None:
 class _Recorder:
     """Wraps layer parts so that each call notes its name and its output."""
 
-    def __init__(self, decoder: Any, outputs: Outputs) -> None:
-        self.outputs = outputs
+    def __init__(self, decoder: Any, outputs: Outputs, rows: Tensor | None = None) -> None:
+        self.outputs, self.rows = outputs, rows
+        """`rows`: only these rows of every output are kept; None: all."""
         self.modules = {id(module): name for name, module in decoder.named_modules()}
         self.weights = {id(weight): name.removesuffix(".weight") for name, weight in decoder.named_parameters()}
 
     def wrap(self, parts: Parts) -> Parts:
         def note(name: str, output: Tensor) -> None:
-            self.outputs.append((name, output))
+            self.outputs.append((name, output if self.rows is None else output[self.rows]))
 
         def project(module: nn.Module, x: Tensor) -> Tensor:
             output = parts.project(module, x)

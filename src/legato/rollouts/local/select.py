@@ -29,6 +29,7 @@ def local_engine(
     engine = _select_engine(
         policy, rows_at_once, kv_memory_share=kv_memory_share, record_routes=record_routes, training_bytes=training_bytes
     )
+    policy.exact = False  # an earlier engine of this policy may have been exact
     if exact != "off":
         _apply_exactness(policy, engine, exact, OneProcess() if world is None else world)
     return engine
