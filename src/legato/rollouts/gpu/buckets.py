@@ -115,38 +115,27 @@ class Bucket:
         rows, count, width = query.shape
         store = self.store
         key_heads = store.keys[layer].shape[1]
+        per_block = rows_per_tile(count, key_heads) if self.exact else rows_per_block(count, key_heads)
+        block_prompt, block_rows = self._blocks(per_block)
+        tables = (store.prompt_keys, store.prompt_values, store.keys, store.values)
+        inputs = (query, *(table[layer] for table in tables))
+        places: dict[str, Any] = {
+            "slots": self.slots,
+            "slot_length": store.length,
+            "prompt_length": store.prompt_length,
+            "block_prompt": block_prompt,
+            "block_rows": block_rows,
+        }
         if self.exact:
-            block_prompt, block_rows = self._blocks(rows_per_tile(count, key_heads))
-            return attend_chained(
-                query,
-                store.prompt_keys[layer],
-                store.prompt_values[layer],
-                store.keys[layer],
-                store.values[layer],
-                slots=self.slots,
-                slot_length=store.length,
-                prompt_length=store.prompt_length,
-                block_prompt=block_prompt,
-                block_rows=block_rows,
-                scale=scaling,
-            )
-        block_prompt, block_rows = self._blocks(rows_per_block(count, key_heads))
+            return attend_chained(*inputs, **places, scale=scaling)
         shape = (count, width)
         if shape not in self.workspaces:
             # Enough programs for every multiprocessor, few enough that merging is cheap; the interpreter runs one.
             splits = max(1, min(8, 512 // max(1, rows * key_heads))) if query.is_cuda else 1
             self.workspaces[shape] = Workspace(rows, count, width, splits, splits, query.device)
         return attend_slots(
-            query,
-            store.prompt_keys[layer],
-            store.prompt_values[layer],
-            store.keys[layer],
-            store.values[layer],
-            slots=self.slots,
-            slot_length=store.length,
-            prompt_length=store.prompt_length,
-            block_prompt=block_prompt,
-            block_rows=block_rows,
+            *inputs,
+            **places,
             workspace=self.workspaces[shape],
             scale=scaling,
             window=window,
