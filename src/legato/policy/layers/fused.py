@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from legato.policy.layers.accumulate import is_sharded, may_write_gradients, own_class
 from legato.policy.layers.layer import has_hooks, is_plain, is_swiglu, weights_of
 
-FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel", "MixtralModel")
+FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel", "MixtralModel", "OlmoeModel")
 """Bodies of transformers whose layers consist of these parts; a mixture of experts keeps its own MLP."""
 
 Norms = tuple[Tensor, Tensor, float]
@@ -62,6 +62,8 @@ def why_not(body: Any) -> str | None:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, body.norm):
             if not type(norm).__name__.endswith("RMSNorm") or not hasattr(norm, "variance_epsilon"):
                 return f"its norm is a {type(norm).__name__}"
+        if getattr(body.config, "clip_qkv", None) is not None:
+            return "it clips queries, keys and values"
         if "forward" in vars(layer):
             return "the forward of one of its layers was replaced"
         inside = [layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm]
@@ -129,6 +131,13 @@ def _last_hidden_state(parts: Parts, body: Any, tokens: Tensor, positions: Tenso
     return out
 
 
+def head_norms(attention: Any) -> Norms | None:
+    """The norms of single heads of queries and keys; None if there are none, or if they are over all heads together."""
+    if not hasattr(attention, "q_norm") or len(attention.q_norm.weight) != attention.head_dim:
+        return None
+    return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
+
+
 def _call(layer: Any, *inputs: Tensor | None) -> Any:
     """Call a layer. Gradient checkpointing happens here: transformers' layers do it inside `__call__`.
 
@@ -166,12 +175,15 @@ def _compute_layer(
         return parts.whole(layer, residual, update, cosine, sine)
     attention, first, second = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
     residual, x = parts.add_norm(residual, update, first.weight, first.variance_epsilon)
-    norms = None
-    if hasattr(attention, "q_norm"):
-        norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
+    query, key = parts.project(attention.q_proj, x), parts.project(attention.k_proj, x)
+    norms = head_norms(attention)
+    if norms is None and hasattr(attention, "q_norm"):
+        # OLMoE: one norm over all heads.
+        _, query = parts.add_norm(query, None, attention.q_norm.weight, attention.q_norm.variance_epsilon)
+        _, key = parts.add_norm(key, None, attention.k_norm.weight, attention.k_norm.variance_epsilon)
     projected = Projected(
-        query=parts.project(attention.q_proj, x),
-        key=parts.project(attention.k_proj, x),
+        query=query,
+        key=key,
         value=parts.project(attention.v_proj, x),
         cosine=cosine,
         sine=sine,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from legato.policy.head.head import Head
-from legato.policy.layers.fused import Norms, why_not
+from legato.policy.layers.fused import Norms, head_norms, why_not
 from legato.policy.layers.layer import has_hooks, is_swiglu
 from legato.policy.layers.reordered import MOST_BYTES, Product, bytes_of_copies, product
 
@@ -28,6 +28,9 @@ class _Layer:
     heads: Product
     """Queries, keys and values side by side."""
     norms: Norms | None
+    """Norms of single heads."""
+    wide_norms: Norms | None
+    """Norms over all heads of queries and all of keys (OLMoE)."""
     queries: int
     """How many of the heads are queries."""
     rotated: int
@@ -42,16 +45,14 @@ class _Layer:
 
 def _layer(layer: Any, config: Any, copied: bool) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    norms = None
-    if hasattr(attention, "q_norm"):
-        norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
     if is_swiglu(mlp):
         gate, up, down = (product(part, copied=copied) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         mlp = gate, up, down
     return _Layer(
         first=_norm(layer.input_layernorm),
         heads=product(attention.q_proj, attention.k_proj, attention.v_proj, copied=copied),
-        norms=norms,
+        norms=head_norms(attention),
+        wide_norms=_wide_norms(attention),
         queries=config.num_attention_heads,
         rotated=config.num_attention_heads + config.num_key_value_heads,
         width=attention.head_dim,
@@ -60,6 +61,12 @@ def _layer(layer: Any, config: Any, copied: bool) -> _Layer:
         second=_norm(layer.post_attention_layernorm),
         mlp=mlp,
     )
+
+
+def _wide_norms(attention: Any) -> Norms | None:
+    if not hasattr(attention, "q_norm") or head_norms(attention) is not None:
+        return None
+    return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
 
 
 def _norm(norm: Any) -> tuple[Tensor, float]:
@@ -124,7 +131,11 @@ def _project_heads(layer: _Layer, x: Tensor, cosine: Tensor, sine: Tensor) -> tu
     width, queries = layer.width, layer.queries
     heads = layer.heads(x).reshape(len(x), -1, width)
     both = heads[:, : layer.rotated]
-    if layer.norms is not None:
+    if layer.wide_norms is not None:
+        epsilon = layer.wide_norms[2]
+        parts = (both[:, :queries].flatten(1), layer.wide_norms[0]), (both[:, queries:].flatten(1), layer.wide_norms[1])
+        both = torch.cat([rms_norm(part, part.shape[1:], weight, epsilon) for part, weight in parts], 1).reshape(both.shape)
+    elif layer.norms is not None:
         query, key = both[:, :queries], both[:, queries:]
         epsilon = layer.norms[2]
         both = torch.cat(

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from legato.policy.experts.grouped import find_grouped, run_grouped
 from legato.policy.head.head import Head
 from legato.policy.kernels.sample import sample
 from legato.policy.layers.fused import run_body_without_backward, why_not
@@ -49,6 +50,7 @@ class GraphedEngine(JobEngine):
         *,
         graphs: bool = True,
         fused: bool = True,
+        grouped: bool = True,
         kv_memory_share: float = 0.5,
         record_routes: bool = False,
         training_bytes: int = 0,
@@ -68,6 +70,11 @@ class GraphedEngine(JobEngine):
                 f"the engine decodes through the model's own layers ({reason}): about 1.6 times as slow (0.6B,"
                 " docs/performance.md B7)"
             )
+        experts = find_grouped(policy.body) if grouped else None
+        self.grouped = None if isinstance(experts, str) else experts
+        """The experts that decode by grouped kernels; None: there are none, or they run through the model's own layers."""
+        if isinstance(experts, str):
+            say(f"experts decode through the model's own layers ({experts}): slower (docs/experts.md)")
         self.store: KVStore | None = None
         self.prefixes = PrefixIndex()
         self.buckets: dict[int, Bucket] = {}
@@ -336,7 +343,7 @@ class GraphedEngine(JobEngine):
         def note(number: int, experts: Tensor) -> None:
             store.routes[number][slots, 0, length] = experts
 
-        with listen_to_routers(self.routers, note):
+        with listen_to_routers(self.routers, note), run_grouped(self.grouped):
             hidden = self._hidden_states(bucket, store.token[slots], store.base[slots] + length)
         choice = self.choose(hidden, slots, sampling, 1)
         alive = ~store.done[slots]
