@@ -10,8 +10,8 @@ Parts, each in processes of its own, stored as soon as it is measured:
     plain 0.6B again the same after the next part: how far two such processes differ
     torchrun 0.6B    one rank under torchrun, alternately: as a run has it; with a process group of one rank that divides the
                      optimizer; with FSDP2 ("layers")
-    torchrun 1.7B    one rank under torchrun, alternately: as a run has it; with FSDP2; with FSDP2 that gathers a layer while
-                     the one before it runs (explicit prefetch)
+    torchrun 1.7B    one rank under torchrun, alternately: as a run has it; with FSDP2 as a run has it that has memory for
+                     whole layers and gradients during updates; with FSDP2 that gathers layers in each pass
     torchrun 8B      the same for layers of Qwen3-8B, 6 of 36: models of this size are what FSDP2 is for
     profile 1.7B     where the time of a step goes, as a run has it and with FSDP2; only if it is named
     nccl             whether NCCL takes two processes on one GPU
@@ -20,7 +20,6 @@ Parts, each in processes of its own, stored as soon as it is measured:
 """
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -50,7 +49,10 @@ PARTS: dict[str, tuple[int, float]] = {
 STEPS = {"0.6B": 6, "1.7B": 4, "8B": 4}
 """Measured steps of each side, after one to warm up."""
 LAYERS_OF_8B = 6
-PREFETCHED = "layers, prefetched"
+EACH_PASS = "layers, each pass"
+"""FSDP2 without memory to keep anything gathered between passes."""
+TAIL = 30
+"""Lines of output that are stored of a part that failed."""
 
 
 def measure(part: str, *, device: str, tiny: bool) -> dict[str, Any]:
@@ -87,7 +89,7 @@ def measure_one_rank(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
     bench = _bench(device, tiny)
     with joined(alone=True) as world:
         # A run on one rank gets no process group: what torchrun adds is its environment.
-        ways = ("one", "optimizer", "layers") if shape == "0.6B" else ("one", "layers", PREFETCHED)
+        ways = ("one", "optimizer", "layers") if shape == "0.6B" else ("one", "layers", EACH_PASS)
         sides: dict[str, Any] = {}
         errors: dict[str, str] = {}
         for way in ways:
@@ -156,15 +158,12 @@ def _divide(policy: Any, way: str, world: Any) -> dict[str, Any]:
         return {}
     if way == "optimizer":
         return {"world": world, "division": Divided(policy.parameters(), world)}
-    from legato.training.ranks.layers import Layered, divide_layers
+    from legato.training.ranks.layers import Keep, Layered, divide_layers
 
     is_half = policy.model.get_input_embeddings().weight.element_size() < 4
+    keep = Keep.NOTHING if way == EACH_PASS else Keep.GRADIENTS
     divide_layers(policy, world)
-    if way == PREFETCHED:
-        layers = list(policy.body.get_decoder().layers)
-        for layer, following in itertools.pairwise(layers):
-            layer.set_modules_to_forward_prefetch([following])
-    return {"world": world, "division": Layered(policy.parameters(), world, is_half=is_half)}
+    return {"world": world, "division": Layered(policy, world, is_half=is_half, keep=keep)}
 
 
 def _large_policy(bench: Any) -> Any:
@@ -228,12 +227,12 @@ def check_two(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
     bench, results = _bench(device, tiny), dict[str, Any]()
     with joined() as world:
         results["backend"] = "gloo"
-        checks: dict[str, Callable[[], Any]] = {
-            "collectives": partial(_try_collectives, world, torch.device(device)),
-            **{f"float32, {way}": partial(_one_update, bench, world, way, "float32") for way in ("optimizer", "layers")},
-            **{f"bfloat16, {way}": partial(_one_update, bench, world, way, "bfloat16") for way in ("optimizer", "layers")},
-            **{f"engine, {way}": partial(_whole_steps, bench, world, way) for way in ("optimizer", "layers")},
-        }
+        checks: dict[str, Callable[[], Any]] = {"collectives": partial(_try_collectives, world, torch.device(device))}
+        # A crash ends all that comes after it: what FSDP2 does on its own comes last.
+        for way in ("optimizer", "layers", EACH_PASS):
+            checks[f"float32, {way}"] = partial(_one_update, bench, world, way, "float32")
+            checks[f"bfloat16, {way}"] = partial(_one_update, bench, world, way, "bfloat16")
+            checks[f"engine, {way}"] = partial(_whole_steps, bench, world, way)
         for name, check in checks.items():
             started = time.perf_counter()
             try:
@@ -336,11 +335,11 @@ def _whole_steps(bench: Any, world: Any, way: str) -> dict[str, Any]:
     workload = work.Work(
         prompts=prompts, responses=tuple(((3,),) * 4 for _ in prompts), rewards=work.reward_table(len(prompts), 4, 0.0)
     )
-    engine = Local().build(policy, EngineOptions(rows_at_once=32, copied=way == "layers"))
+    engine = Local().build(policy, EngineOptions(rows_at_once=32, copied=way != "optimizer"))
     trainer = update.fixed_trainer(policy, workload, [], **_divide(policy, way, world))
     runner = trainer.source.runner
     runner.engine, runner.limits = engine, Limits(max_response_tokens=16, end_tokens=(policy.vocabulary,))
-    if way == "layers":
+    if way != "optimizer":
         runner.weights = partial(gather_weights, policy, world)
     norms = [float(trainer.step().metrics["gradient/norm"]) for _ in range(2)]
     weights = [_whole(weight, world).to(torch.float32) for _, weight in policy.parameters().items()]
@@ -372,7 +371,8 @@ def run_part(part: str, limit: float, options: argparse.Namespace) -> dict[str, 
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
     with tempfile.TemporaryDirectory() as folder:
         target, log = Path(folder) / "result.json", Path(folder) / "log"
-        environment = {**os.environ, "LEGATO_RANKS_OUTPUT": str(target)}
+        # A crash in native code then says where it was.
+        environment = {**os.environ, "LEGATO_RANKS_OUTPUT": str(target), "PYTHONFAULTHANDLER": "1"}
         with log.open("wb") as stream:
             process = subprocess.Popen(
                 [sys.executable, *launch, *own], stdout=stream, stderr=subprocess.STDOUT, env=environment
@@ -388,11 +388,14 @@ def run_part(part: str, limit: float, options: argparse.Namespace) -> dict[str, 
                     process.kill()
                 code = f"more than {limit:.0f} s"
         result: dict[str, Any] = json.loads(target.read_text()) if target.is_file() else {}
-        tail = log.read_text(errors="replace")[-3000:]
+        lines = log.read_text(errors="replace").splitlines()
     if code != 0:
         result["exit"] = code
-    if code != 0 or _errors(result):
-        print(tail, flush=True)
+    if code != 0 or any(_errors(result)):
+        # torchrun's own summary comes last and tells nothing of the cause.
+        lines = [line for line in lines if line.strip() and "torch/distributed/" not in line]
+        result["tail"] = [line[:300] for line in lines[-TAIL:]]
+        print("\n".join(line[:300] for line in lines[-4 * TAIL :]), flush=True)
     return result
 
 

@@ -70,7 +70,11 @@ def in_float64() -> Iterator[None]:
 
 
 def build(options: dict[str, Any], world: World) -> Trainer:
-    """The trainer of a small run."""
+    """The trainer of a small run. `kept` among the options: what divided layers keep whole, whatever memory there is."""
+    options = dict(options)
+    if (kept := options.pop("kept", None)) is not None:
+        with patch("legato.run.memory.decide_kept", lambda *_: kept):
+            return build(options, world)
     resolved, given = load([], (), {**SMALL, **options}), wire.PythonObjects()
     seed_generators(0)
     policy, source = wire.policy_of(resolved, given), wire.source_of(resolved.config, given)
@@ -93,7 +97,8 @@ def compare(world: World, options: dict[str, Any], steps: int = 2) -> dict[str, 
         weights = {name: whole(weight) for name, weight in ranked.policy.parameters().items()}
         if world.rank:
             return {"packs": []}
-        alone = build({path: value for path, value in options.items() if path != "training.shard"}, OneProcess())
+        own = {path: value for path, value in options.items() if path not in ("training.shard", "kept")}
+        alone = build(own, OneProcess())
         expected = [alone.step(100) for _ in range(steps)]
     rows = zip(reports, expected, strict=True)
     return {

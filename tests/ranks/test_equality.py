@@ -62,14 +62,22 @@ MORE: dict[str, dict[str, Any]] = {
     "history": {"algorithm": "srpo", "task.resampling": "history"},
 }
 SHARDS = ("optimizer", "layers")
+KEEPING = {f"layers, {kept} kept": {"training.shard": "layers", "kept": kept} for kept in ("nothing", "weights")}
+"""The least that divided layers may keep whole during updates. `layers` keeps weights and gradients: there is memory."""
 FIRST = [(name, "optimizer") for name in QUICK]
-FIRST += [
-    (name, "layers") for name in ("uneven", "an empty share", "update scope on a mixture", "two passes and a reference")
-]
+FIRST += [(name, "layers") for name in ("uneven", "an empty share", "two passes and a reference")]
+FIRST += [(name, "layers, nothing kept") for name in ("uneven", "an empty share", "update scope on a mixture")]
+FIRST += [(name, "layers, weights kept") for name in ("an empty share", "two passes and a reference")]
 """The others with divided layers are among `FULL`, under `make ranks`."""
 FULL = [(name, shard) for name in {**QUICK, **MORE} for shard in SHARDS]
+FULL += [(name, shard) for name in (*QUICK, "recomputed layers", "offloaded optimizer") for shard in KEEPING]
 UNEVEN = [(name, size, shard) for name in ("uneven", "an empty share", "value head") for size in (3, 4) for shard in SHARDS]
+UNEVEN += [("uneven", 3, shard) for shard in KEEPING]
 MUTATIONS = ("averaging", "own counts", "choice not agreed", "pack too few")
+
+
+def shard_options(shard: str) -> dict[str, Any]:
+    return KEEPING.get(shard, {"training.shard": shard})
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +86,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, shard in FIRST:
         # The first step of an empty share has nothing to train; the second one ahead uses groups that an older step drew.
         steps = 2 if name in ("an empty share", "ahead") else 1
-        calls[f"{name}, {shard}"] = ("compare", {"options": {**QUICK[name], "training.shard": shard}, "steps": steps})
+        calls[f"{name}, {shard}"] = ("compare", {"options": {**QUICK[name], **shard_options(shard)}, "steps": steps})
     calls |= {f"float32, {shard}": ("one_update_in_float32", {"shard": shard}) for shard in SHARDS}
     calls |= {mutation: ("mutated", {"mutation": mutation}) for mutation in MUTATIONS}
     calls |= {"failing rank": ("failing_rank", {}), "apart": ("apart", {}), "pieces": ("pieces", {})}
@@ -89,9 +97,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def all_algorithms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     options = {**QUICK, **MORE}
-    calls = {
-        f"{name}, {shard}": ("compare", {"options": {**options[name], "training.shard": shard}}) for name, shard in FULL
-    }
+    calls = {f"{name}, {shard}": ("compare", {"options": {**options[name], **shard_options(shard)}}) for name, shard in FULL}
     return once(tmp_path_factory, "all-algorithms", lambda folder: run_world(folder, 2, calls, 1200))
 
 
@@ -101,7 +107,7 @@ def larger_worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         results: dict[str, Any] = {}
         for size in (3, 4):
             calls = {
-                f"{name}, {size}, {shard}": ("compare", {"options": {**QUICK[name], "training.shard": shard}})
+                f"{name}, {size}, {shard}": ("compare", {"options": {**QUICK[name], **shard_options(shard)}})
                 for name, each, shard in UNEVEN
                 if each == size
             }

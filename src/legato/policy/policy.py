@@ -129,7 +129,9 @@ class Policy:
     logits_at_once: int | None = None
     """How many logits are allocated at once; None: 2^23 on a CPU (32 MiB), 5 * 2^27 on a GPU (1.3 GB of 16 bits)."""
     divided: bool = False
-    """Whether the weights of its layers are divided among ranks: then all ranks must run equally many passes."""
+    """Whether the weights of its layers are divided among ranks."""
+    exchanges: bool = False
+    """Whether ranks exchange layers or their gradients inside a pass: then all must run equally many passes."""
     notes: list[str] = field(default_factory=list)
     """Decisions made while loading, for the run to print."""
 
@@ -283,7 +285,7 @@ class Policy:
                 yield hidden
         except Exception as error:
             # Other ranks are waiting for this one inside the pass (`ProcessGroup.fail`).
-            error.in_divided_pass = self.divided  # type: ignore[attr-defined]
+            error.in_divided_pass = self.exchanges  # type: ignore[attr-defined]
             raise
 
     @contextmanager

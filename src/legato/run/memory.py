@@ -1,5 +1,6 @@
 """Estimates the memory of a run, and decides `policy.gradient_checkpointing = "auto"` from it."""
 
+from dataclasses import replace
 from typing import Any
 
 from legato.config.resolved import Resolved
@@ -13,7 +14,7 @@ from legato.training.memory.available import available
 from legato.training.memory.fit import Fit, fit, refuse_if_too_large
 from legato.training.memory.model import Demand, gigabytes
 from legato.training.memory.shape import Shape
-from legato.training.memory.sharding import Sharding
+from legato.training.memory.sharding import KEPT, Sharding
 
 
 def demand_of(resolved: Resolved, policy: Policy, ranks: int = 1) -> Demand:
@@ -110,6 +111,33 @@ def decide_checkpointing(resolved: Resolved, policy: Policy, world: World | None
         else:
             note = f"this model does not support it, but {note}"
     policy.notes.append(note)
+
+
+def decide_kept(resolved: Resolved, policy: Policy, world: World) -> str:
+    """What the ranks of training.shard = "layers" hold whole during updates: the most of `KEPT` that fits on all of them.
+
+    Call it before the layers are divided, on all ranks. The decision is added to the policy's notes.
+    """
+    room, level = available(policy.device), 0
+    try:
+        demand = demand_of(resolved, policy, world.size)
+    except InputError:
+        room = None
+    if room is not None:
+        recomputes = bool(policy.model.training)  # only then (`recompute_layers`)
+        for number, kept in enumerate(KEPT):
+            needed = replace(demand, sharding=replace(demand.sharding, kept=kept)).memory(checkpointing=recomputes)
+            if needed.total <= room:
+                level = number
+    # The rank with the least free memory decides for all.
+    kept = KEPT[len(KEPT) - 1 - world.agree(len(KEPT) - 1 - level)]
+    words = {
+        "nothing": "a layer is gathered for each pass: there is no memory to keep all of them",
+        "weights": "layers stay gathered during updates, and gradients are added up in each pass",
+        "gradients": "layers and their gradients stay whole during updates: there is memory for both",
+    }
+    policy.notes.append(words[kept])
+    return kept
 
 
 def _decision_note(demand: Demand, fitting: Fit, room: int) -> str:

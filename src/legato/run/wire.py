@@ -641,7 +641,7 @@ def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, referen
     training, world = resolved.config.training, collector.world
     division: Division | None = None
     if isinstance(world, ProcessGroup) and divides_layers(resolved.config, world):
-        division = _divide_layers(resolved.config, policy, reference, collector, world)
+        division = _divide_layers(resolved, policy, reference, collector, world)
     elif isinstance(world, ProcessGroup):
         division = Divided(policy.parameters(), world)
     weights = policy.parameters()
@@ -690,12 +690,15 @@ def divides_layers(config: Config, world: World) -> bool:
 
 
 def _divide_layers(
-    config: Config, policy: Policy, reference: Reference | None, collector: Collector, world: ProcessGroup
+    resolved: Resolved, policy: Policy, reference: Reference | None, collector: Collector, world: ProcessGroup
 ) -> Division:
     """Divide the layers of the policy and of its reference; engines then get the weights gathered."""
-    # Imported here: FSDP2 takes a while to import.
-    from legato.training.ranks.layers import Layered, divide_layers, gather_weights
+    # Imported here: FSDP2 takes a while to import, and `memory` imports this module.
+    from legato.run.memory import decide_kept
+    from legato.training.ranks.layers import Keep, Layered, divide_layers, gather_weights
 
+    config = resolved.config
+    keep = Keep[decide_kept(resolved, policy, world).upper()]
     is_half = policy.model.get_input_embeddings().weight.element_size() < 4
     divide_layers(policy, world)
     if reference is not None and not reference.adapters:
@@ -704,7 +707,7 @@ def _divide_layers(
         if runner is not None:
             # Servers read whole models; a copy beside the policy has what is not trained.
             runner.weights = partial(gather_weights, policy, world, trained=not is_remote(config.rollouts.engine))
-    return Layered(policy.parameters(), world, is_half=is_half)
+    return Layered(policy, world, is_half=is_half, keep=keep)
 
 
 def wants_reference(resolved: Resolved) -> bool:

@@ -6,6 +6,7 @@ in the same way (`ranks/layers.py`), so that checkpoints of both have the same p
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -51,6 +52,9 @@ class Division(Protocol):
     def publish(self) -> None:
         """Make the updated pieces known to all ranks."""
 
+    def training(self) -> AbstractContextManager[None]:
+        """Entered by all ranks for the passes and updates of a step: what they need may be held until it is left."""
+
 
 class Whole:
     """All weights on one rank."""
@@ -69,6 +73,9 @@ class Whole:
 
     def publish(self) -> None:
         pass
+
+    def training(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @runtime_checkable
@@ -90,14 +97,22 @@ class Exchange(Protocol):
 class Divided:
     """All weights on every rank, and a piece of each to optimise."""
 
-    def __init__(self, weights: Mapping[str, nn.Parameter], ranks: Exchange) -> None:
+    def __init__(
+        self, weights: Mapping[str, nn.Parameter], ranks: Exchange, pieces: Mapping[str, Piece] | None = None
+    ) -> None:
+        """`pieces`: those of this rank, if they lie elsewhere than in the weights; publishing then writes the weights."""
         self.weights, self.ranks = weights, ranks
-        self.pieces: Mapping[str, Piece] = {
-            name: _own_piece(weight, ranks.rank, ranks.size) for name, weight in weights.items()
-        }
+        self.pieces: Mapping[str, Piece] = (
+            {name: _own_piece(weight, ranks.rank, ranks.size) for name, weight in weights.items()}
+            if pieces is None
+            else pieces
+        )
+        self._apart = pieces is not None
 
     def gradients(self) -> dict[str, Tensor]:
         self.ranks.meet("sum gradients")
+        if self.ranks.size == 1:
+            return self._own_gradients()
         gradients: dict[str, Tensor] = {}
         for bucket in _buckets(self.weights, self.ranks.size):
             flat = bucket.flat(torch.promote_types(bucket.dtype, torch.float32))
@@ -111,12 +126,26 @@ class Divided:
                 gradients[name] = part[run.start : run.start + piece.stop - piece.start]
         return gradients
 
+    def _own_gradients(self) -> dict[str, Tensor]:
+        """The gradients of a rank that has no others to add."""
+        gradients = {name: _gradient(weight).reshape(-1) for name, weight in self.weights.items()}
+        for weight in self.weights.values():
+            weight.grad = None
+        return gradients
+
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         return norm_of_pieces(gradients, self.ranks)
 
     @torch.no_grad()
     def publish(self) -> None:
         self.ranks.meet("exchange weights")
+        if self.ranks.size == 1:
+            if self._apart:
+                torch._foreach_copy_(
+                    [weight.detach().view(-1) for weight in self.weights.values()],
+                    [self.pieces[name].tensor for name in self.weights],
+                )
+            return
         for bucket in _buckets(self.weights, self.ranks.size):
             flat = bucket.flat(bucket.dtype)
             part = torch.zeros_like(flat[0])
@@ -127,13 +156,16 @@ class Divided:
             for weight, run in bucket.runs():
                 _collect(flat[:, run.start : run.stop], weight.detach())
 
+    def training(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 def norm_of_pieces(gradients: Mapping[str, Tensor], ranks: Exchange) -> Tensor:
     """The norm of a gradient of which each rank has pieces."""
     # A norm per piece in its own dtype, then float64: copies of all pieces in float64 would be read and written many times.
-    squares = [norm.double().square() for norm in torch._foreach_norm(list(gradients.values()))]
-    exact = torch.promote_types(next(iter(gradients.values())).dtype, torch.float32)
-    return ranks.sum_table(torch.stack(squares).sum()).sqrt().to(exact)
+    norms = torch.stack(torch._foreach_norm(list(gradients.values())))
+    exact = torch.promote_types(norms.dtype, torch.float32)
+    return ranks.sum_table(norms.double().square().sum()).sqrt().to(exact)
 
 
 def run_of(first_axis: int, rank: int, size: int) -> range:

@@ -193,19 +193,20 @@ class Trainer:
         tables = Tables.from_batch(batch, self.policy.device).with_routes(self.policy.routers, self.settings.routing_replay)
         if self.settings.router_noise:
             tables = tables.with_router_noise(self.settings.router_noise, self.settings.seed, self.steps_done)
-        taught = None if self.teacher is None else self.teacher.score(tables, self.settings.tokens_per_pack, self.world)
-        floor = self._probe(tables)
-        # Where the estimator reads no scores, advantages come first: rows without one need no old log-probs.
-        scores_first = estimator_reads_anchor(self.algorithm)
-        tables = tables if scores_first else self._with_advantages(tables, taught)
-        updates = self._plan(tables)
-        tables = self._score_old_policy(tables, updates)
-        tables = self._with_advantages(tables, taught) if scores_first else tables
-        aged = self._staleness(tables, groups)
-        silent = self._silent_rows(tables)
-        self._compare_ranks(tables, updates)
-        clock.end("anchor")
-        done = [self._update(tables, update, silent, marked=bool(detailed)) for update in updates]
+        with self.optimizer.division.training():
+            taught = None if self.teacher is None else self.teacher.score(tables, self.settings.tokens_per_pack, self.world)
+            floor = self._probe(tables)
+            # Where the estimator reads no scores, advantages come first: rows without one need no old log-probs.
+            scores_first = estimator_reads_anchor(self.algorithm)
+            tables = tables if scores_first else self._with_advantages(tables, taught)
+            updates = self._plan(tables)
+            tables = self._score_old_policy(tables, updates)
+            tables = self._with_advantages(tables, taught) if scores_first else tables
+            aged = self._staleness(tables, groups)
+            silent = self._silent_rows(tables)
+            self._compare_ranks(tables, updates)
+            clock.end("anchor")
+            done = [self._update(tables, update, silent, marked=bool(detailed)) for update in updates]
         numbers = fetch_numbers(done, self.world)
         self._note_savable(updates, numbers)
         self.source.on_publish(self.source.version + 1)

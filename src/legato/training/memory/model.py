@@ -142,7 +142,7 @@ class Demand:
             # Trained layers lie in float32 on their rank: the shard is the master. Offloaded masters are a copy of it.
             weights += (held - outside) * ((exact if self.offload else 0) - self.size)
         # Adapters are whole on every rank.
-        summed = trained if adapters else spread.weights(trained - trained_outside, trained_outside)
+        summed = trained if adapters else spread.gradients(trained - trained_outside, trained_outside)
         inputs = (2 if self.fused else 1) * self.size * shape.hidden
         in_layer = (trained - trained_outside) // max(shape.layers, 1) if adapters else shape.largest_layer
         items = {
@@ -159,7 +159,9 @@ class Demand:
             "kv_cache": 2 * shape.layers * shape.key * self.size * self.cached_tokens,
             "routes": self._routes() if self.routed else 0,
             "step_tables": self.step_cells * self._cell(),
-            "gathered": spread.gathered(shape.largest_layer, in_layer if trained else 0, self.size, exact),
+            "gathered": spread.gathered(
+                shape.largest_layer, in_layer if trained else 0, self.size, exact, parameters - outside
+            ),
             "resident": spread.copied(parameters - outside) * self.size,
         }
         if not self.several_packs:

@@ -1,4 +1,4 @@
-"""Passes without effect: where layers are divided among ranks, all ranks must run equally many."""
+"""Passes without effect: where ranks exchange layers inside a pass, all ranks must run equally many."""
 
 import torch
 
@@ -10,12 +10,12 @@ from legato.policy.policy import Policy
 
 
 def count_idle_passes(policy: Policy | Reference, passes: int, world: World) -> int:
-    """How many passes a rank with so many of its own must run besides; 0 where layers are not divided.
+    """How many passes a rank with so many of its own must run besides; 0 where passes exchange nothing.
 
     Ask before the first pass: in a pass ranks exchange layers, and cannot agree on anything else.
     """
     own = policy if isinstance(policy, Policy) else policy.policy
-    return world.agree(passes) - passes if own.divided else 0
+    return world.agree(passes) - passes if own.exchanges else 0
 
 
 def run_idle_passes(policy: Policy | Reference, texts: Texts, count: int, *, backward: bool = False) -> None:

@@ -6,9 +6,19 @@ and are gathered in the dtype of the model: the piece of a rank is its own maste
 
 All ranks must run equally many passes, because they exchange layers in each: a rank with fewer micro-batches runs passes
 without effect (`idle.py`).
+
+Weights change only in an update, so gathering a layer in every pass, and adding up its gradient in every backward, repeats
+work where there is memory for more than a layer. `Keep` says what a rank holds whole during a step:
+
+    NOTHING     a layer while it runs
+    WEIGHTS     all layers; gathered once before the first pass and after every update. Gradients are added up in each pass
+    GRADIENTS   all layers and their float32 gradients, which are added up once per update. Passes exchange nothing, so that
+                ranks may run different numbers of them
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -20,6 +30,14 @@ from torch.distributed.tensor import DTensor
 from legato.errors import InputError
 from legato.policy.policy import Policy
 from legato.training.pieces import Divided, Exchange, Piece, join_runs, norm_of_pieces, run_of
+
+
+class Keep(IntEnum):
+    """What a rank holds whole during the passes and updates of a step."""
+
+    NOTHING = 0
+    WEIGHTS = 1
+    GRADIENTS = 2
 
 
 def divide_layers(policy: Policy, ranks: Exchange) -> None:
@@ -41,7 +59,11 @@ def divide_layers(policy: Policy, ranks: Exchange) -> None:
         if trained:
             for each in own:
                 each.data = each.data.to(exact)
-        mixed = MixedPrecisionPolicy(param_dtype=dtype if trained and dtype != exact else None, reduce_dtype=exact)
+        mixed = MixedPrecisionPolicy(
+            param_dtype=dtype if trained and dtype != exact else None,
+            reduce_dtype=exact,
+            cast_forward_inputs=False,  # they have the dtype of the model
+        )
         fully_shard(layer, mesh=mesh, mp_policy=mixed, ignored_params=adapters)
     inside = {id(each) for each in layers.parameters()}
     outside = {each for each in decoder.parameters() if id(each) not in inside}
@@ -58,7 +80,7 @@ def divide_layers(policy: Policy, ranks: Exchange) -> None:
             if each.requires_grad:
                 each.grad_dtype = exact
         sharded.reshard()
-    policy.divided = True
+    policy.divided = policy.exchanges = True
 
 
 def gather_weights(policy: Policy, ranks: Exchange, *, trained: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -83,20 +105,59 @@ def gather_weight(weight: Tensor, ranks: Exchange, dtype: torch.dtype | None = N
 
 
 class Layered:
-    """The division of a policy whose layers are divided: their pieces are the shards of FSDP2."""
+    """The division of a policy whose layers are divided (`divide_layers`): their pieces are the shards of FSDP2."""
 
-    def __init__(self, weights: Mapping[str, nn.Parameter], ranks: Exchange, *, is_half: bool) -> None:
-        self.ranks = ranks
+    def __init__(self, policy: Policy, ranks: Exchange, *, is_half: bool, keep: Keep = Keep.NOTHING) -> None:
+        """`is_half`: whether the weights of the model have 16 bits. All ranks must keep the same."""
+        self.policy, self.ranks, self.keep = policy, ranks, keep
+        weights = policy.parameters()
         self.shards = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
         self.rest = Divided({name: weight for name, weight in weights.items() if name not in self.shards}, ranks)
         self.pieces: Mapping[str, Piece] = {
             name: _own_piece(weight, ranks, is_half) if isinstance(weight, DTensor) else self.rest.pieces[name]
             for name, weight in weights.items()
         }
+        self._whole: Divided | None = None
+        """During a step in which whole layers are kept: their trained weights, with the shards as pieces."""
+
+    @property
+    def _layers(self) -> list[Any]:
+        return list(self.policy.body.get_decoder().layers)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        if self.keep is Keep.NOTHING:
+            yield
+            return
+        # Without trained layers there are no gradients of theirs to add up.
+        exchanges = self.keep is Keep.WEIGHTS and bool(self.shards)
+        self.ranks.meet("gather layers")
+        try:
+            for layer in self._layers:
+                layer.set_reshard_after_forward(False, recurse=False)
+                layer.set_reshard_after_backward(False, recurse=False)
+                layer.set_requires_gradient_sync(exchanges, recurse=False)
+                layer.unshard()
+            gathered = self.policy.parameters()
+            pieces = {name: self.pieces[name] for name in self.shards}
+            self._whole = Divided({name: gathered[name] for name in self.shards}, self.ranks, pieces)
+            self.policy.exchanges = exchanges
+            yield
+        finally:
+            for weight in () if self._whole is None else self._whole.weights.values():
+                weight.grad = None  # of an update that an error has torn
+            self._whole, self.policy.exchanges = None, True
+            for layer in self._layers:
+                layer.set_reshard_after_forward(True, recurse=False)
+                layer.set_reshard_after_backward(True, recurse=False)
+                layer.set_requires_gradient_sync(True, recurse=False)
+                layer.reshard()
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         gradients = self.rest.gradients()
+        if self._whole is not None and not self.policy.exchanges:
+            return gradients | self._whole.gradients()
         for name, weight in self.shards.items():
             gradient: Any = weight.grad
             local = self.pieces[name].tensor
@@ -108,6 +169,8 @@ class Layered:
 
     def publish(self) -> None:
         self.rest.publish()
+        if self._whole is not None:
+            self._whole.publish()
 
 
 def _own_piece(weight: Any, ranks: Exchange, is_half: bool) -> Piece:
