@@ -1,5 +1,7 @@
 """The experiment on equal bits: its kernels in the interpreter and under the compiler, and the rule that decides."""
 
+import copy
+import json
 from typing import Any
 
 import pytest
@@ -7,8 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu.exact import trial
+from benchmarks.gpu.exact import engine, page, run_at_zero, trial
 from benchmarks.gpu.exact.verdict import decide
+from benchmarks.gpu.measure import Bench
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array"),  # of Triton's interpreter, for numpy
@@ -91,3 +94,38 @@ def test_a_result_without_times_is_no_go() -> None:
     untimed = result()
     untimed["0.6B"]["products"]["q: lt"]["seconds"] = {"8": None}
     assert not decide(untimed)["go"]
+
+
+def test_a_run_counts_the_ratios_that_are_not_one() -> None:
+    # On a CPU the engine is not exact: in float32 some log-probs differ in their last bits, which the count must see.
+    bench = Bench(device=torch.device("cpu"), tiny=True, deadline=float("inf"))
+    result = run_at_zero.run(bench, 0.0, exact="off", steps=1, new=5)
+    counts = run_at_zero.summarise(result)
+    assert counts["first"]["updates"] == 1 and counts["later"]["updates"] == 3
+    assert 0 < counts["first"]["unequal"] < counts["first"]["tokens"] == 15
+    assert result["anchor"] == "sampler" and all(each["anchor unequal"] == 0 for each in result["updates"])
+    assert 0 < max(each["largest"] for each in result["updates"]) < 1e-5
+    table = page.runs_table({"date": "today", "learning rate 0": {**result, "summary": counts}})
+    assert f"| learning rate 0 | 1 (first of a step) | 15 | {counts['first']['unequal']} | 0 % |" in table
+
+
+def test_new_results_replace_those_of_the_same_name_and_no_others() -> None:
+    document = json.loads(engine.RESULTS.read_text())
+    before = copy.deepcopy(document)
+    case = {"tokens": 300, "unequal": {"packs": 0}, "largest": 0.0}
+    shapes = {
+        "1.7B": {"bits": {"one row": case}, "least rows": {"q_proj": 1}},
+        "Mistral-7B, 4 layers": {"bits": {"one row": case}, "least rows": {}, "times": {"8": {"off": 2.0}}},
+    }
+    engine.merge_results(document, {"date": "2030-01-01", "shapes": shapes})
+    bits = document["shapes"]["1.7B"]["bits"]
+    assert bits["one row"] == {**case, "date": "2030-01-01"}
+    assert bits["3 rows"] == before["shapes"]["1.7B"]["bits"]["3 rows"]
+    assert document["shapes"]["1.7B"]["times"] == before["shapes"]["1.7B"]["times"]
+    assert document["shapes"]["Mistral-7B, 4 layers"]["times"] == {"8": {"off": 2.0}}
+    engine.merge_results(
+        document, {"sections": {"B8": {"parts": {"Legato": {"seconds": 1}, "Legato exact": {"seconds": 2}}}}}
+    )
+    assert document["step"] == {"off": {"seconds": 1}, "on": {"seconds": 2}}
+    with pytest.raises(SystemExit, match=r"1\.7B failed"):
+        engine.merge_results(document, {"date": "", "shapes": {"1.7B": {"error": "exit code 1"}}})

@@ -90,10 +90,13 @@ def trainer_logprobs(policy: Policy, requests: list[Request], responses: list[li
         ("qwen3", 1.0),
         pytest.param("qwen2", 0.7, marks=pytest.mark.slow),
         pytest.param("llama", 1.0, marks=pytest.mark.slow),
+        pytest.param("mistral", 0.7, marks=pytest.mark.slow),
     ],
 )
 def test_sampled_tokens_have_the_trainers_logprobs_to_the_bit(name: str, temperature: float) -> None:
-    policy, requests = make_policy(name), make_requests(3, 9, each=2)
+    # Without its window a Mistral has Llama's layers; with it, it is not exact.
+    policy = make_policy(name, **({"sliding_window": None} if name == "mistral" else {}))
+    requests = make_requests(3, 9, each=2)
     sampling = Sampling(temperature=temperature)
     responses = {}
     for exact in (True, False):

@@ -3,10 +3,13 @@
     bits     log-probs of sampled tokens against the trainer's for the same tokens: in packs of 16k tokens, each response
              alone, with a gradient, prompts once per response; few and many rows, ragged lengths, refilled slots
     least    rows to which each product is padded
-    times    decoding with `exact` off and on, in turn
+    times    decoding with `exact` off and on, in turn: fixed lengths, and the ragged ones of `lengths.json`
 
 One process per shape, so that one that fails ends alone. Results are written after every shape. If a token is unequal, the
 walk (`legato/rollouts/gpu/walk.py`) says in which operation.
+
+    --cases     only these cases, and no times unless --times is given as well; `--cases none`: no bits
+    --merge     store what earlier commands measured: files of this one, of `run_at_zero`, and of B8 (`benchmarks.gpu`)
 """
 
 import argparse
@@ -18,7 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import work
-from benchmarks.gpu.decode import limit_responses
+from benchmarks.gpu.decode import limit_responses, ragged_lengths
 from benchmarks.gpu.measure import Bench
 from legato.core.texts import Texts
 from legato.policy.layers.products import least_rows
@@ -50,6 +53,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen2.5-1.5B": {
         "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
         "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "Mistral-7B, 4 layers": {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32768,
+        "sliding_window": None, "tie_word_embeddings": False,
     },
 }  # fmt: skip
 
@@ -200,39 +208,46 @@ def ratio_of(gap: Tensor) -> dict[str, float]:
     return {"max": float((ratio - 1).abs().max()), "outside": float(outside.double().mean())}
 
 
-def measure_times(policy: Policy, bench: Bench, rows: Sequence[int], tokens: int, repeats: int) -> dict[str, Any]:
+def measure_times(policy: Policy, bench: Bench, cases: dict[str, Case], repeats: int) -> dict[str, Any]:
     """Tokens per second of decoding with `exact` off and on, in turn; the best of the repeats."""
     times: dict[str, Any] = {}
-    for count in rows:
-        case = Case(prompts=max(1, count // 8), samples=min(8, count), prompt=256, tokens=tokens, rows_at_once=count)
-        limits = Limits(max_response_tokens=tokens, end_tokens=(policy.vocabulary,))
-        requests, _ = make_requests(case, policy.vocabulary)
-        engines = {}
-        for exact in (False, True):
-            engines[exact] = GraphedEngine(policy, count)
+    for name, case in cases.items():
+        lengths = ragged_lengths(bench) if case.ragged else [case.tokens] * (case.prompts * case.samples)
+        limits = Limits(max_response_tokens=max(lengths), end_tokens=(policy.vocabulary,))
+        requests, _ = make_requests(replace(case, ragged=False), policy.vocabulary)
+        engines = {exact: GraphedEngine(policy, case.rows_at_once) for exact in (False, True)}
         samples: dict[bool, list[float]] = {False: [], True: []}
-        for repeat in range(1 + repeats):
-            for exact, engine in engines.items():
-                policy.exact = exact
-                engine.prefixes.clear()
-                seconds = bench.wall_seconds(lambda: engine.generate(requests, Sampling(), limits))  # noqa: B023
-                if repeat:
-                    samples[exact].append(seconds)
+        with limit_responses(lengths, policy.device) if case.ragged else nullcontext():
+            for repeat in range(1 + repeats):
+                for exact, engine in engines.items():
+                    policy.exact = exact
+                    engine.prefixes.clear()
+                    seconds = bench.wall_seconds(lambda: engine.generate(requests, Sampling(), limits))  # noqa: B023
+                    if repeat:
+                        samples[exact].append(seconds)
         policy.exact = True
         for engine in engines.values():
             engine.forget()
         best = {exact: min(each) for exact, each in samples.items()}
-        produced = case.prompts * case.samples * tokens
-        times[str(count)] = {
-            "off": produced / best[False],
-            "on": produced / best[True],
+        times[name] = {
+            "off": sum(lengths) / best[False],
+            "on": sum(lengths) / best[True],
             "slower": best[True] / best[False],
             "samples": {"off": samples[False], "on": samples[True]},
         }
+        print(name, times[name], file=sys.stderr, flush=True)
     return times
 
 
-def measure(shape: str, cases: Sequence[str]) -> dict[str, Any]:
+TIMED: dict[str, Case] = {
+    **{str(rows): Case(prompts=rows // 8, samples=8, prompt=256, tokens=256, rows_at_once=rows) for rows in (8, 64, 256)},
+    "256, ragged": Case(prompts=32, samples=8, prompt=256, tokens=1024, rows_at_once=256, ragged=True),
+}
+"""What is timed. The ragged lengths are those of B7 (mean 405, at most 1,024)."""
+
+
+def measure(shape: str, cases: Sequence[str], times: Sequence[str]) -> dict[str, Any]:
+    """Rows that products need, unequal bits of these cases and times of those of `TIMED` that are named."""
     policy = make_policy(shape)
     policy.exact = True
     bench = Bench(device=torch.device("cuda"), tiny=False, deadline=time.monotonic() + 600)
@@ -245,13 +260,31 @@ def measure(shape: str, cases: Sequence[str]) -> dict[str, Any]:
         if isinstance(module, torch.nn.Linear)
     }
     result: dict[str, Any] = {"least rows": least, "seconds to measure them": time.monotonic() - started, "bits": {}}
-    wanted = {"4096 tokens": LONG} | CASES if shape == "0.6B" else CASES
-    for name, case in ((name, case) for name, case in wanted.items() if not cases or name in cases):
-        result["bits"][name] = compare(policy, case)
-        print(shape, name, result["bits"][name], file=sys.stderr, flush=True)
-    if not cases:
-        result["times"] = measure_times(policy, bench, (8, 64, 256), 256, 2)
+    for name in cases:
+        started = time.monotonic()
+        result["bits"][name] = compare(policy, {**CASES, "4096 tokens": LONG}[name])
+        print(f"{shape} {name} ({time.monotonic() - started:.1f} s)", result["bits"][name], file=sys.stderr, flush=True)
+    if times:
+        result["times"] = measure_times(policy, bench, {name: TIMED[name] for name in times}, 2)
     return result
+
+
+def merge_results(document: dict[str, Any], measured: dict[str, Any]) -> None:
+    """Store the results of one command in the document: a case, a time or a part replaces the one of the same name."""
+    for shape, result in measured.get("shapes", {}).items():
+        if "error" in result:
+            raise SystemExit(f"{shape} failed: {result['error']}")
+        stored = document["shapes"].setdefault(shape, {"bits": {}})
+        stored["bits"] |= {name: case | {"date": measured["date"]} for name, case in result["bits"].items()}
+        stored["least rows"] = result["least rows"]
+        if "times" in result:
+            stored["times"] = stored.get("times", {}) | result["times"]
+    if "runs" in measured:
+        document["runs"] = {"date": measured["date"], **measured["runs"]}
+    if "sections" in measured:
+        parts = measured["sections"]["B8"]["parts"]
+        document["step"] = {"off": parts["Legato"], "on": parts["Legato exact"]}
+    document["date"] = time.strftime("%Y-%m-%d", time.gmtime())
 
 
 def main() -> None:
@@ -259,16 +292,27 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--shapes", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--seconds", type=float, default=300.0, help="no shape starts after this many seconds")
-    parser.add_argument("--cases", nargs="+", choices=(*CASES, "4096 tokens"), help="only these, and no times")
+    parser.add_argument("--cases", nargs="+", choices=(*CASES, "4096 tokens", "none"), help="default: all (4096: 0.6B only)")
+    parser.add_argument("--times", nargs="*", choices=TIMED, help="default: all without --cases, else none")
+    parser.add_argument("--merge", nargs="+", type=Path, help="files to store in --output; nothing is measured")
     parser.add_argument("--commit", default="", help="stored with the results; the GPU's machine has no history")
     parser.add_argument("--child", choices=CONFIGS, help="measure this shape in this process")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if options.merge:
+        document = json.loads(options.output.read_text())
+        for path in options.merge:
+            merge_results(document, json.loads(path.read_text()))
+        options.output.write_text(json.dumps(document, indent=1) + "\n")
+        return
     if options.child:
-        options.output.write_text(json.dumps(measure(options.child, options.cases or ())))
+        every = (*CASES, "4096 tokens") if options.child == "0.6B" else tuple(CASES)
+        cases = [name for name in options.cases or every if name != "none"]
+        times = options.times if options.times is not None else [] if options.cases else list(TIMED)
+        options.output.write_text(json.dumps(measure(options.child, cases, times)))
         return
     deadline = time.monotonic() + options.seconds
-    document: dict[str, Any] = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": options.commit, "shapes": {}}
+    document = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": options.commit, "shapes": {}}
     document["machine"] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for shape in options.shapes:
         if time.monotonic() > deadline:
@@ -276,7 +320,9 @@ def main() -> None:
             continue
         part = options.output.with_suffix(".part")
         command = [sys.executable, "-m", "benchmarks.gpu.exact.engine", "--child", shape, "--output", str(part)]
-        ended = subprocess.run([*command, *(["--cases", *options.cases] if options.cases else [])], check=False)
+        command += [] if options.cases is None else ["--cases", *options.cases]
+        command += [] if options.times is None else ["--times", *options.times]
+        ended = subprocess.run(command, check=False)
         result = {"error": f"exit code {ended.returncode}"} if ended.returncode else json.loads(part.read_text())
         document["shapes"][shape] = result
         options.output.write_text(json.dumps(document, indent=1) + "\n")

@@ -17,6 +17,7 @@ def exact_blocks() -> dict[str, str]:
         "bits": bits_table(engine),
         "cost": cost_table(engine),
         "step": step_table(engine["step"]["off"]["seconds"], engine["step"]["on"]["seconds"]),
+        "runs": runs_table(engine.get("runs")),
         "experiment": experiment_table(trial),
     }
 
@@ -66,6 +67,25 @@ def step_table(off: dict[str, float], on: dict[str, float]) -> str:
         )
     shorter, longer, updates = (100 * (on[name] / off[name] - 1) for name in ("step", "rollouts", "update"))
     lines += ["", f"On beside off: step {shorter:+.1f} %, rollouts {longer:+.1f} %, updates {updates:+.1f} %."]
+    return "\n".join(lines)
+
+
+def runs_table(runs: dict[str, Any] | None) -> str:
+    """The unequal ratios of whole runs: of the first update of every step, and of the later ones."""
+    if runs is None:
+        return "Not measured yet."
+    lines = [
+        "| run | updates | sampled tokens | ratio not exactly 1 | responses clipped, at most |",
+        "|---|---|---|---|---|",
+    ]
+    for name, each in ((name, each) for name, each in runs.items() if name != "date"):
+        for which, part in each["summary"].items():
+            lines.append(
+                f"| {name} | {part['updates']} ({which} of a step) | {part['tokens']:,} | {part['unequal']:,} |"
+                f" {100 * part['clipped']:.3g} % |"
+            )
+    anchors = sorted({each["anchor"] for name, each in runs.items() if name != "date"})
+    lines += ["", f"Old log-probs: {', '.join(anchors)}. {runs['date']}."]
     return "\n".join(lines)
 
 
