@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from legato.core.rollout import StopReason
+from legato.policy.policy import Policy
 from legato.rollouts.engine import EnginePlace, Handle, Limits, Request, Response
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.servers.dialect import Ask
@@ -191,10 +192,18 @@ class FakeFleet(Fleet):
         self._folders, self._probe = FakeFolders(Path("/nowhere")), FakeProbe(self)  # type: ignore[assignment]
 
 
+class FakePolicy(Policy):
+    """A policy without weights: the fleet only asks for its vocabulary and hands its parameters to fakes."""
+
+    vocabulary = 100  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(named_parameters=lambda: iter(()))
+        self.tokenizer, self.routers, self.name = None, None, "fake"
+
+
 def make_fleet(world: World, said: list[str], **options: Any) -> FakeFleet:
-    policy: Any = SimpleNamespace(
-        model=SimpleNamespace(named_parameters=lambda: iter(())), tokenizer=None, vocabulary=100, routers=None, name="fake"
-    )
+    policy = FakePolicy()
     world.calm = True  # all servers answer at the start
     settings = ServerSettings(urls=tuple(world.fakes), **{"pause_seconds": 1e6, **options})
     fleet = FakeFleet(policy, FakeDialect(world), settings, rows_at_once=3, transport=world, seed=1)
