@@ -13,6 +13,7 @@ order. Values are rounded where transformers' experts round them.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -41,7 +42,8 @@ class Tiles:
         block = min(128, max(16, triton.next_power_of_2(-(-3 * pairs // (2 * experts)))))
         if dtype == torch.float32:
             return cls(pairs=min(block, 32), outputs=64, step=32, warps=4, stages=2)
-        roomy = torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 200_000
+        properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack this number
+        roomy = properties.shared_memory_per_block_optin > 200_000
         return cls(pairs=block, outputs=128, step=64, warps=8 if block > 64 else 4, stages=4 if roomy else 3)
 
 
