@@ -74,7 +74,7 @@ class GraphedEngine(JobEngine):
         self.grouped = None if isinstance(experts, str) else experts
         """The experts that decode by grouped kernels; None: there are none, or they run through the model's own layers."""
         if isinstance(experts, str):
-            say(f"experts decode through the model's own layers ({experts}): slower (docs/experts.md)")
+            say(own_experts_note(experts))
         self.store: KVStore | None = None
         self.prefixes = PrefixIndex()
         self.buckets: dict[int, Bucket] = {}
@@ -412,6 +412,11 @@ class GraphedEngine(JobEngine):
         if size not in self.buckets:
             self.buckets[size] = Bucket(size, self.store, self.policy.device, exact=self.exact)
         return self.buckets[size]
+
+
+def own_experts_note(reason: str) -> str:
+    """What the user is told where experts are not decoded by grouped kernels."""
+    return f"experts decode through the model's own layers ({reason}): slower (docs/experts.md)"
 
 
 @dataclass(slots=True)
