@@ -4,6 +4,7 @@
              alone, with a gradient, prompts once per response; few and many rows, ragged lengths, refilled slots
     least    rows to which each product is padded
     times    decoding with `exact` off and on, in turn: fixed lengths, and the ragged ones of `lengths.json`
+    joined   the same with joined projections off and on (`policy/layers/joined.py`), `exact` off
 
 One process per shape, so that one that fails ends alone. Results are written after every shape. If a token is unequal, the
 walk (`legato/rollouts/gpu/walk.py`) says in which operation.
@@ -208,27 +209,33 @@ def ratio_of(gap: Tensor) -> dict[str, float]:
     return {"max": float((ratio - 1).abs().max()), "outside": float(outside.double().mean())}
 
 
-def measure_times(policy: Policy, bench: Bench, cases: dict[str, Case], repeats: int) -> dict[str, Any]:
-    """Tokens per second of decoding with `exact` off and on, in turn; the best of the repeats."""
+def measure_times(
+    policy: Policy, bench: Bench, cases: dict[str, Case], repeats: int, *, switch: str = "exact", graphs: bool = True
+) -> dict[str, Any]:
+    """Tokens per second of decoding with a switch ("exact", "joined") off and on, in turn; the best of the repeats."""
     times: dict[str, Any] = {}
+    before = policy.exact
     for name, case in cases.items():
         lengths = ragged_lengths(bench) if case.ragged else [case.tokens] * (case.prompts * case.samples)
         limits = Limits(max_response_tokens=max(lengths), end_tokens=(policy.vocabulary,))
         requests, _ = make_requests(replace(case, ragged=False), policy.vocabulary)
-        engines = {exact: GraphedEngine(policy, case.rows_at_once) for exact in (False, True)}
+        engines = {
+            on: GraphedEngine(policy, case.rows_at_once, graphs=graphs, joined=on or switch != "joined")
+            for on in (False, True)
+        }
         samples: dict[bool, list[float]] = {False: [], True: []}
         with limit_responses(lengths, policy.device) if case.ragged else nullcontext():
             for repeat in range(1 + repeats):
-                for exact, engine in engines.items():
-                    policy.exact = exact
+                for on, engine in engines.items():
+                    policy.exact = on and switch == "exact"
                     engine.prefixes.clear()
                     seconds = bench.wall_seconds(lambda: engine.generate(requests, Sampling(), limits))  # noqa: B023
                     if repeat:
-                        samples[exact].append(seconds)
-        policy.exact = True
+                        samples[on].append(seconds)
+        policy.exact = before
         for engine in engines.values():
             engine.forget()
-        best = {exact: min(each) for exact, each in samples.items()}
+        best = {on: min(each) for on, each in samples.items()}
         times[name] = {
             "off": sum(lengths) / best[False],
             "on": sum(lengths) / best[True],
@@ -246,8 +253,8 @@ TIMED: dict[str, Case] = {
 """What is timed. The ragged lengths are those of B7 (mean 405, at most 1,024)."""
 
 
-def measure(shape: str, cases: Sequence[str], times: Sequence[str]) -> dict[str, Any]:
-    """Rows that products need, unequal bits of these cases and times of those of `TIMED` that are named."""
+def measure(shape: str, cases: Sequence[str], times: Sequence[str], joined: Sequence[str] = ()) -> dict[str, Any]:
+    """Rows that products need, unequal bits of these cases, and times of those of `TIMED` that are named."""
     policy = make_policy(shape)
     policy.exact = True
     bench = Bench(device=torch.device("cuda"), tiny=False, deadline=time.monotonic() + 600)
@@ -266,6 +273,8 @@ def measure(shape: str, cases: Sequence[str], times: Sequence[str]) -> dict[str,
         print(f"{shape} {name} ({time.monotonic() - started:.1f} s)", result["bits"][name], file=sys.stderr, flush=True)
     if times:
         result["times"] = measure_times(policy, bench, {name: TIMED[name] for name in times}, 2)
+    if joined:
+        result["joined"] = measure_times(policy, bench, {name: TIMED[name] for name in joined}, 2, switch="joined")
     return result
 
 
@@ -277,8 +286,9 @@ def merge_results(document: dict[str, Any], measured: dict[str, Any]) -> None:
         stored = document["shapes"].setdefault(shape, {"bits": {}})
         stored["bits"] |= {name: case | {"date": measured["date"]} for name, case in result["bits"].items()}
         stored["least rows"] = result["least rows"]
-        if "times" in result:
-            stored["times"] = stored.get("times", {}) | result["times"]
+        for kind in ("times", "joined"):
+            if kind in result:
+                stored[kind] = stored.get(kind, {}) | result[kind]
     if "runs" in measured:
         document["runs"] = {"date": measured["date"], **measured["runs"]}
     if "sections" in measured:
@@ -294,6 +304,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="no shape starts after this many seconds")
     parser.add_argument("--cases", nargs="+", choices=(*CASES, "4096 tokens", "none"), help="default: all (4096: 0.6B only)")
     parser.add_argument("--times", nargs="*", choices=TIMED, help="default: all without --cases, else none")
+    parser.add_argument("--joined", nargs="*", choices=TIMED, default=[], help="time joined projections; default: none")
     parser.add_argument("--merge", nargs="+", type=Path, help="files to store in --output; nothing is measured")
     parser.add_argument("--commit", default="", help="stored with the results; the GPU's machine has no history")
     parser.add_argument("--child", choices=CONFIGS, help="measure this shape in this process")
@@ -309,7 +320,7 @@ def main() -> None:
         every = (*CASES, "4096 tokens") if options.child == "0.6B" else tuple(CASES)
         cases = [name for name in options.cases or every if name != "none"]
         times = options.times if options.times is not None else [] if options.cases else list(TIMED)
-        options.output.write_text(json.dumps(measure(options.child, cases, times)))
+        options.output.write_text(json.dumps(measure(options.child, cases, times, options.joined)))
         return
     deadline = time.monotonic() + options.seconds
     document = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": options.commit, "shapes": {}}
@@ -322,13 +333,14 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.gpu.exact.engine", "--child", shape, "--output", str(part)]
         command += [] if options.cases is None else ["--cases", *options.cases]
         command += [] if options.times is None else ["--times", *options.times]
+        command += ["--joined", *options.joined]
         ended = subprocess.run(command, check=False)
         result = {"error": f"exit code {ended.returncode}"} if ended.returncode else json.loads(part.read_text())
         document["shapes"][shape] = result
         options.output.write_text(json.dumps(document, indent=1) + "\n")
         part.unlink(missing_ok=True)
     for shape, result in document["shapes"].items():
-        print(shape, json.dumps({name: result.get(name) for name in ("error", "least rows", "times")}))
+        print(shape, json.dumps({name: result.get(name) for name in ("error", "least rows", "times", "joined")}))
 
 
 if __name__ == "__main__":

@@ -150,7 +150,8 @@ class _Recorder:
             note(f"{self.outputs[-1][0].rsplit('.', 1)[0]}: SwiGLU", output)
             return output
 
-        return replace(parts, project=project, ready=ready, attend=attend, add_norm=add_norm, swiglu=swiglu, whole=None)
+        single = {"project": project, "project_many": None, "whole": None}
+        return replace(parts, ready=ready, attend=attend, add_norm=add_norm, swiglu=swiglu, **single)
 
 
 def _compare(token: int, decoded: Outputs, trained: Outputs) -> Difference | None:
