@@ -11,8 +11,10 @@ from torch import nn
 pytest.importorskip("triton")
 
 from legato.core.outcome import Coefficients
+from legato.policy.kernels.exact import rotate_into_slots
 from legato.policy.kernels.layers import heads, swiglu
-from legato.policy.layers.joined import joined_weight, lay_side_by_side, project_joined
+from legato.policy.layers import products
+from legato.policy.layers.joined import joined_weight, lay_side_by_side, project_joined, project_joined_alike
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits
@@ -143,3 +145,47 @@ def test_kernels_read_columns_of_one_tensor() -> None:
     assert torch.equal(apart, joined) and all(map(torch.equal, *tables)) and bool(tables[0][0].any())
     gate, up = torch.randn(rows, 2 * 1100, device=device).split(1100, 1)
     assert torch.equal(swiglu(gate, up), swiglu(gate.contiguous(), up.contiguous()))
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array")
+def test_the_exact_rotation_reads_columns_of_one_tensor() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows, count, key_heads, width = 5, 4, 2, 16
+    query, key, value = torch.randn(rows, 8 * width, device=device).split([4 * width, 2 * width, 2 * width], 1)
+    norms = torch.rand(width, device=device), torch.rand(width, device=device), 1e-6
+    angles = torch.randn(rows, width, device=device), torch.randn(rows, width, device=device), norms
+    places = torch.tensor([2, 0, 1, 4, 3], device=device), torch.tensor([3, 1, 0, 0, 2, 0], device=device), width
+    tables = [[torch.zeros(6, key_heads, 5, width, device=device) for _ in range(2)] for _ in range(2)]
+    apart = rotate_into_slots(query.contiguous(), key.contiguous(), value.contiguous(), *angles, *tables[0], *places)
+    joined = rotate_into_slots(query, key, value, *angles, *tables[1], *places)
+    assert apart.shape == (rows, count, width)
+    assert torch.equal(apart, joined) and all(map(torch.equal, *tables)) and bool(tables[0][1].any())
+
+
+def test_an_exact_engine_joins_only_where_joined_products_have_the_bits_of_separate_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = make_model("qwen2"), torch.randn(4, 32)
+    lay_side_by_side(model)
+    (modules, *_) = projections(model)
+    for least, joins in ((None, False), (5, False), (4, True), (1, True)):
+        monkeypatch.setattr(products, "least_rows_joined", lambda *_, least=least: least)
+        outputs = project_joined_alike(modules, x)
+        assert (outputs[0].stride(0) == sum(output.shape[1] for output in outputs)) == joins
+        assert all(torch.allclose(new, module(x), atol=1e-6) for new, module in zip(outputs, modules, strict=True))
+
+
+def test_joined_products_are_measured_against_separate_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = products.plain_linear
+    monkeypatch.setattr(products, "_PACK", 64)
+    monkeypatch.setattr(products, "_SIZES", (1, 2, 5, 9))
+
+    def splits_few_rows(x: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+        # As a kernel that splits sums of wide products with at most five rows.
+        output = product(x.double(), weight.double(), bias).float()
+        return output + 1e-3 if len(weight) > 8 and len(x) <= 5 else output
+
+    monkeypatch.setattr(products, "plain_linear", splits_few_rows)
+    measure = products._measure_least_rows.__wrapped__
+    assert measure(torch.device("cpu"), torch.float32, (8,), 4, False) == 1
+    assert measure(torch.device("cpu"), torch.float32, (8, 2), 4, False) == 6

@@ -3,8 +3,8 @@
     bits     log-probs of sampled tokens against the trainer's for the same tokens: in packs of 16k tokens, each response
              alone, with a gradient, prompts once per response; few and many rows, ragged lengths, refilled slots
     least    rows to which each product is padded
-    times    decoding with `exact` off and on, in turn: fixed lengths, and the ragged ones of `lengths.json`
-    joined   the same with joined projections off and on (`policy/layers/joined.py`), `exact` off
+    times    decoding with `exact` off and on, and off without joined projections, in turn: fixed lengths, and the ragged
+             ones of `lengths.json`
 
 One process per shape, so that one that fails ends alone. Results are written after every shape. If a token is unequal, the
 walk (`legato/rollouts/gpu/walk.py`) says in which operation.
@@ -20,7 +20,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -209,10 +209,16 @@ def ratio_of(gap: Tensor) -> dict[str, float]:
     return {"max": float((ratio - 1).abs().max()), "outside": float(outside.double().mean())}
 
 
-def measure_times(
-    policy: Policy, bench: Bench, cases: dict[str, Case], repeats: int, *, switch: str = "exact", graphs: bool = True
-) -> dict[str, Any]:
-    """Tokens per second of decoding with a switch ("exact", "joined") off and on, in turn; the best of the repeats."""
+SIDES: dict[str, dict[str, bool]] = {
+    "separate": {"exact": False, "joined": False},
+    "off": {"exact": False, "joined": True},
+    "on": {"exact": True, "joined": True},
+}
+"""What is timed in turn: `exact` off without joined projections (`policy/layers/joined.py`), off, and on."""
+
+
+def measure_times(policy: Policy, bench: Bench, cases: dict[str, Case], *, graphs: bool = True) -> dict[str, Any]:
+    """Tokens per second of decoding on each of `SIDES`, in turn; the best of two repeats (ragged: of one)."""
     times: dict[str, Any] = {}
     before = policy.exact
     for name, case in cases.items():
@@ -220,28 +226,24 @@ def measure_times(
         limits = Limits(max_response_tokens=max(lengths), end_tokens=(policy.vocabulary,))
         requests, _ = make_requests(replace(case, ragged=False), policy.vocabulary)
         engines = {
-            on: GraphedEngine(policy, case.rows_at_once, graphs=graphs, joined=on or switch != "joined")
-            for on in (False, True)
+            side: GraphedEngine(policy, case.rows_at_once, graphs=graphs, joined=settings["joined"])
+            for side, settings in SIDES.items()
         }
-        samples: dict[bool, list[float]] = {False: [], True: []}
+        samples: dict[str, list[float]] = {side: [] for side in SIDES}
         with limit_responses(lengths, policy.device) if case.ragged else nullcontext():
-            for repeat in range(1 + repeats):
-                for on, engine in engines.items():
-                    policy.exact = on and switch == "exact"
+            for repeat in range(2 if case.ragged else 3):
+                for side, engine in engines.items():
+                    policy.exact = SIDES[side]["exact"]
                     engine.prefixes.clear()
                     seconds = bench.wall_seconds(lambda: engine.generate(requests, Sampling(), limits))  # noqa: B023
                     if repeat:
-                        samples[on].append(seconds)
+                        samples[side].append(seconds)
         policy.exact = before
         for engine in engines.values():
             engine.forget()
-        best = {on: min(each) for on, each in samples.items()}
-        times[name] = {
-            "off": sum(lengths) / best[False],
-            "on": sum(lengths) / best[True],
-            "slower": best[True] / best[False],
-            "samples": {"off": samples[False], "on": samples[True]},
-        }
+        best = {side: min(each) for side, each in samples.items()}
+        rates = {side: sum(lengths) / seconds for side, seconds in best.items()}
+        times[name] = {**rates, "slower": best["on"] / best["off"], "samples": samples}
         print(name, times[name], file=sys.stderr, flush=True)
     return times
 
@@ -253,8 +255,13 @@ TIMED: dict[str, Case] = {
 """What is timed. The ragged lengths are those of B7 (mean 405, at most 1,024)."""
 
 
-def measure(shape: str, cases: Sequence[str], times: Sequence[str], joined: Sequence[str] = ()) -> dict[str, Any]:
-    """Rows that products need, unequal bits of these cases, and times of those of `TIMED` that are named."""
+def measure(
+    shape: str, cases: Sequence[str], times: Sequence[str], save: Callable[[dict[str, Any]], Any] = lambda result: None
+) -> dict[str, Any]:
+    """Rows that products need, unequal bits of these cases, and times of those of `TIMED` that are named.
+
+    `save` is called after each of them, so that a command that runs out of time loses only the last.
+    """
     policy = make_policy(shape)
     policy.exact = True
     bench = Bench(device=torch.device("cuda"), tiny=False, deadline=time.monotonic() + 600)
@@ -270,11 +277,11 @@ def measure(shape: str, cases: Sequence[str], times: Sequence[str], joined: Sequ
     for name in cases:
         started = time.monotonic()
         result["bits"][name] = compare(policy, {**CASES, "4096 tokens": LONG}[name])
+        save(result)
         print(f"{shape} {name} ({time.monotonic() - started:.1f} s)", result["bits"][name], file=sys.stderr, flush=True)
-    if times:
-        result["times"] = measure_times(policy, bench, {name: TIMED[name] for name in times}, 2)
-    if joined:
-        result["joined"] = measure_times(policy, bench, {name: TIMED[name] for name in joined}, 2, switch="joined")
+    for name in times:
+        result.setdefault("times", {}).update(measure_times(policy, bench, {name: TIMED[name]}))
+        save(result)
     return result
 
 
@@ -286,9 +293,8 @@ def merge_results(document: dict[str, Any], measured: dict[str, Any]) -> None:
         stored = document["shapes"].setdefault(shape, {"bits": {}})
         stored["bits"] |= {name: case | {"date": measured["date"]} for name, case in result["bits"].items()}
         stored["least rows"] = result["least rows"]
-        for kind in ("times", "joined"):
-            if kind in result:
-                stored[kind] = stored.get(kind, {}) | result[kind]
+        if "times" in result:
+            stored["times"] = stored.get("times", {}) | result["times"]
     if "runs" in measured:
         document["runs"] = {"date": measured["date"], **measured["runs"]}
     if "sections" in measured:
@@ -304,7 +310,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="no shape starts after this many seconds")
     parser.add_argument("--cases", nargs="+", choices=(*CASES, "4096 tokens", "none"), help="default: all (4096: 0.6B only)")
     parser.add_argument("--times", nargs="*", choices=TIMED, help="default: all without --cases, else none")
-    parser.add_argument("--joined", nargs="*", choices=TIMED, default=[], help="time joined projections; default: none")
     parser.add_argument("--merge", nargs="+", type=Path, help="files to store in --output; nothing is measured")
     parser.add_argument("--commit", default="", help="stored with the results; the GPU's machine has no history")
     parser.add_argument("--child", choices=CONFIGS, help="measure this shape in this process")
@@ -320,7 +325,8 @@ def main() -> None:
         every = (*CASES, "4096 tokens") if options.child == "0.6B" else tuple(CASES)
         cases = [name for name in options.cases or every if name != "none"]
         times = options.times if options.times is not None else [] if options.cases else list(TIMED)
-        options.output.write_text(json.dumps(measure(options.child, cases, times, options.joined)))
+        result = measure(options.child, cases, times, lambda result: options.output.write_text(json.dumps(result)))
+        options.output.write_text(json.dumps(result))
         return
     deadline = time.monotonic() + options.seconds
     document = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": options.commit, "shapes": {}}
@@ -333,14 +339,13 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.gpu.exact.engine", "--child", shape, "--output", str(part)]
         command += [] if options.cases is None else ["--cases", *options.cases]
         command += [] if options.times is None else ["--times", *options.times]
-        command += ["--joined", *options.joined]
         ended = subprocess.run(command, check=False)
         result = {"error": f"exit code {ended.returncode}"} if ended.returncode else json.loads(part.read_text())
         document["shapes"][shape] = result
         options.output.write_text(json.dumps(document, indent=1) + "\n")
         part.unlink(missing_ok=True)
     for shape, result in document["shapes"].items():
-        print(shape, json.dumps({name: result.get(name) for name in ("error", "least rows", "times", "joined")}))
+        print(shape, json.dumps({name: result.get(name) for name in ("error", "least rows", "times")}))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ the weights: `lay_side_by_side` moves the parameters of such projections next to
 They stay parameters of their own, so training, saving and optimizers see what they saw before. `project_joined` looks at the
 addresses each time: weights that were moved since (to another device, dtype or rank) give separate products.
 
-The bits of a joined product may differ from those of separate ones, so engines that are exact do not join.
+The bits of a joined product may differ from those of separate ones. An exact engine joins only where they were measured to
+be equal (`project_joined_alike`).
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from legato.policy.layers import products
 from legato.policy.layers.layer import has_hooks, is_swiglu
 
 
@@ -33,23 +35,38 @@ def lay_side_by_side(model: nn.Module) -> int:
     return count
 
 
-def project_joined(modules: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+def project_joined(modules: Sequence[Any], x: Tensor) -> tuple[Tensor, ...]:
     """The outputs [R, outputs] of projections of x [R, inputs]: columns of one product if their weights lie side by side."""
     weight = joined_weight(modules)
     if weight is None:
         return tuple(module(x) for module in modules)
-    sizes = [module.out_features for module in modules]  # type: ignore[misc]
-    return linear(x, weight, _beside([module.bias for module in modules])).split(sizes, 1)  # type: ignore[arg-type,misc]
+    sizes = [module.out_features for module in modules]
+    return linear(x, weight, joined_bias(modules)).split(sizes, 1)
+
+
+def project_joined_alike(modules: Sequence[Any], x: Tensor) -> tuple[Tensor, ...]:
+    """The same outputs with the bits of separate products in any batch (`products.project_alike`)."""
+    weight = joined_weight(modules)
+    if weight is not None:
+        sizes, bias = tuple(module.out_features for module in modules), joined_bias(modules)
+        least = products.least_rows_joined(weight, sizes, bias is not None)
+        if least is not None and len(x) >= least:
+            return linear(x, weight, bias).split(sizes, 1)
+    return tuple(products.project_alike(module, x) for module in modules)
 
 
 def joined_weight(modules: Sequence[Any]) -> Tensor | None:
     """The weights of plain linear layers as one matrix [outputs, inputs] without a copy; None if they are not adjacent."""
     if not _fit(modules):
         return None
-    biases = [module.bias for module in modules]
-    if biases[0] is not None and _beside(biases) is None:
+    if modules[0].bias is not None and joined_bias(modules) is None:
         return None
     return _beside([module.weight for module in modules])
+
+
+def joined_bias(modules: Sequence[Any]) -> Tensor | None:
+    """The biases of layers that have a `joined_weight`, as one vector; None if they have none."""
+    return _beside([module.bias for module in modules])
 
 
 def _fit(modules: Sequence[Any]) -> bool:
