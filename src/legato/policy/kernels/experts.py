@@ -41,7 +41,8 @@ class Tiles:
         tiles = cls.for_hopper(pairs, experts)
         if dtype == torch.float32:
             return cls(pairs=min(tiles.pairs, 32), outputs=64, step=32, warps=4, stages=2)
-        roomy = torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 200_000
+        # Hopper and data-centre Blackwell have 227 KiB of shared memory for a program, others as little as 99.
+        roomy = torch.cuda.get_device_capability(device)[0] in (9, 10)
         return tiles if roomy else replace(tiles, stages=3)
 
     @classmethod

@@ -41,7 +41,7 @@ def project_joined(modules: Sequence[Any], x: Tensor) -> tuple[Tensor, ...]:
     if weight is None:
         return tuple(module(x) for module in modules)
     sizes = [module.out_features for module in modules]
-    return linear(x, weight, joined_bias(modules)).split(sizes, 1)
+    return torch.split(linear(x, weight, joined_bias(modules)), sizes, 1)
 
 
 def project_joined_alike(modules: Sequence[Any], x: Tensor) -> tuple[Tensor, ...]:
@@ -51,7 +51,7 @@ def project_joined_alike(modules: Sequence[Any], x: Tensor) -> tuple[Tensor, ...
         sizes, bias = tuple(module.out_features for module in modules), joined_bias(modules)
         least = products.least_rows_joined(weight, sizes, bias is not None)
         if least is not None and len(x) >= least:
-            return linear(x, weight, bias).split(sizes, 1)
+            return torch.split(linear(x, weight, bias), list(sizes), 1)
     return tuple(products.project_alike(module, x) for module in modules)
 
 
@@ -106,5 +106,5 @@ def _move(kind: str, modules: Sequence[Any]) -> None:
     if each[0] is None or _beside(each) is not None:
         return
     joined = torch.cat([one.detach() for one in each])
-    for one, part in zip(each, joined.split([len(one) for one in each]), strict=True):
+    for one, part in zip(each, torch.split(joined, [len(one) for one in each]), strict=True):
         one.data = part

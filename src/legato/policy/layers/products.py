@@ -68,8 +68,9 @@ def _measure_least_rows(
     with torch.no_grad():
         x, weight = random(_PACK, inputs), random(sum(outputs), inputs) * inputs**-0.5
         added = random(sum(outputs)) if bias else None
-        biases = [None] * len(outputs) if added is None else added.split(outputs)
-        separate = [plain_linear(x, *pair) for pair in zip(weight.split(outputs), biases, strict=True)]
+        sizes = list(outputs)
+        biases = [None] * len(sizes) if added is None else torch.split(added, sizes)
+        separate = [plain_linear(x, *pair) for pair in zip(torch.split(weight, sizes), biases, strict=True)]
         whole = separate[0] if len(separate) == 1 else torch.cat(separate, 1)
         del separate
         # Rows from the middle as well: a row of a pack has other neighbours than in decoding.

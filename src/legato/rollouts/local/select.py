@@ -124,6 +124,7 @@ def first_supported_engine(
             if engine.grouped is None:
                 break  # no experts were grouped: without grouping it is the same engine
             ungrouped = wrong
+        assert wrong is not None
         reasons.append(wrong)
     family = type(policy.body).__name__
     policy.notes.append(
