@@ -60,6 +60,7 @@ def pages() -> dict[str, str]:
         "docs/trust.md": trust_page(),
         "docs/migrating.md": migrating_page((ROOT / "docs/migrating.md").read_text()),
         "docs/exact.md": fill_blocks((ROOT / "docs/exact.md").read_text(), exact_blocks()),
+        "docs/experts.md": fill_blocks((ROOT / "docs/experts.md").read_text(), {"decoding": gpu_page.experts_block()}),
         "docs/plan.md": fill_blocks((ROOT / "docs/plan.md").read_text(), plan_page.plan_blocks()),
         "docs/serve.md": fill_blocks((ROOT / "docs/serve.md").read_text(), {"serve": servers_page.serve_block()}),
         "docs/ahead.md": fill_blocks((ROOT / "docs/ahead.md").read_text(), {"ahead": servers_page.ahead_block()}),

@@ -150,7 +150,7 @@ def time_graph(call: Callable[[], Any], repeats: int = 30) -> float:
     return (time.perf_counter() - start) / repeats * 1e6
 
 
-def time_blocks(blocks: list[tuple[Any, Grouped]], rows: int, width: int) -> dict[str, Any]:
+def time_blocks(blocks: list[tuple[Any, Grouped]], rows: int, width: int, *, with_own: bool = True) -> dict[str, Any]:
     """Microseconds of one mixture, own layers and grouped. All layers run in turn, so that no weight is in the L2 cache."""
     x = torch.randn(1, rows, width, device="cuda", dtype=torch.bfloat16)
 
@@ -163,8 +163,11 @@ def time_blocks(blocks: list[tuple[Any, Grouped]], rows: int, width: int) -> dic
             with run_grouped(grouped):
                 block(x)
 
+    measured: dict[str, Any] = {"rows": rows}
     with torch.no_grad():
-        measured = {"rows": rows, "own": time_graph(own) / len(blocks), "grouped": time_graph(replaced) / len(blocks)}
+        measured["grouped"] = time_graph(replaced) / len(blocks)
+        if with_own:
+            measured["own"] = time_graph(own) / len(blocks)
     experts: Any = blocks[0][1].experts[0]
     size = sum(weight.numel() * weight.element_size() for weight in (experts.gate_up_proj, experts.down_proj))
     return measured | {"weight_bytes": size, "terabytes_per_second": size / measured["grouped"] / 1e6}
@@ -180,7 +183,7 @@ def try_tiles(blocks: list[tuple[Any, Grouped]], rows: int, width: int, until: f
             pairs, outputs, step, warps, stages = sizes
             tiles = kernels.Tiles(pairs=pairs, outputs=outputs, step=step, warps=warps, stages=stages)
             kernels.Tiles.choose = classmethod(lambda cls, *_, tiles=tiles: tiles)  # type: ignore
-            measured[" ".join(map(str, sizes))] = time_blocks(blocks, rows, width)["grouped"]
+            measured[" ".join(map(str, sizes))] = time_blocks(blocks, rows, width, with_own=False)["grouped"]
     finally:
         kernels.Tiles.choose = chosen  # type: ignore[method-assign]
     return measured
@@ -205,7 +208,8 @@ def decode(policy: Policy, rows: int, prompt: int, new: int, *, grouped: bool, f
     return {"grouped": grouped, "fused": engine.fused, "seconds": seconds[1], "tokens_per_second": rows * new / seconds[1]}
 
 
-def measure(name: str, options: argparse.Namespace, start: float) -> dict[str, Any]:
+def measure(name: str, options: argparse.Namespace, start: float, result: dict[str, Any]) -> None:
+    """Fill `result`, so that what was measured before an error stays."""
     kind, sizes = SHAPES[name]
     model = make_model(kind, sizes)
     layers, width = model.get_decoder().layers, sizes["hidden_size"]
@@ -214,7 +218,7 @@ def measure(name: str, options: argparse.Namespace, start: float) -> dict[str, A
         grouped = find_grouped(layer.mlp)
         assert isinstance(grouped, Grouped), grouped
         blocks.append((layer.mlp, grouped))
-    result: dict[str, Any] = {"checks": [compare(*blocks[0], rows, width) for rows in (1, 7, options.rows)]}
+    result["checks"] = [compare(*blocks[0], rows, width) for rows in (1, 7, options.rows)]
     print(name, json.dumps(result["checks"]), flush=True)
     result["mixture_microseconds"] = [time_blocks(blocks, rows, width) for rows in (8, options.rows)]
     print("  one mixture:", json.dumps(result["mixture_microseconds"]), flush=True)
@@ -233,7 +237,6 @@ def measure(name: str, options: argparse.Namespace, start: float) -> dict[str, A
         measured = decode(policy, options.rows, options.prompt, options.new, grouped=grouped_side, fused=fused)
         result["decode"].append(measured)
         print("  decode:", json.dumps(measured), flush=True)
-    return result
 
 
 def find_plain(policy: Policy) -> bool:
@@ -266,13 +269,14 @@ def main() -> None:
     for name in SHAPES:
         if time.perf_counter() - start > options.seconds:
             break
+        results[name] = {}
         try:
-            results[name] = measure(name, options, start)
+            measure(name, options, start, results[name])
         except Exception as error:  # the other shapes are measured all the same
             import traceback
 
             traceback.print_exc()
-            results[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            results[name]["error"] = f"{type(error).__name__}: {str(error)[:300]}"
         torch.cuda.empty_cache()
         shape = {key: getattr(options, key) for key in ("rows", "prompt", "new")}
         options.output.write_text(json.dumps({"machine": machine, **shape, "shapes": results}, indent=1) + "\n")

@@ -31,6 +31,33 @@ def load_results() -> dict[str, Any] | None:
     return result
 
 
+EXPERTS = RESULTS.with_name("experts-gpu.json")
+
+
+def experts_block(path: Path = EXPERTS) -> str:
+    """Decoding of mixtures, own experts beside grouped ones (`benchmarks.gpu.experts`), for docs/experts.md."""
+    if not path.is_file():
+        return "Not measured yet: `python -m benchmarks.gpu.experts --output benchmarks/results/experts-gpu.json`."
+    stored = json.loads(path.read_text())
+    cells = []
+    for shape, result in stored["shapes"].items():
+        for side in result.get("decode", []):
+            rate, first = side["tokens_per_second"], result["decode"][0]["tokens_per_second"]
+            layers, experts = ("fused" if side["fused"] else "own"), ("grouped" if side["grouped"] else "own")
+            cells.append([shape, layers, experts, f"{rate:,.0f}", f"{rate / first:.2f}x"])
+        if "error" in result:
+            cells.append([shape, "-", "-", result["error"], "-"])
+    machine = stored["machine"]
+    return "\n".join(
+        [
+            *table_lines("shape | layers | experts | tokens/s | beside the first", cells),
+            "",
+            f"{stored['rows']} responses of {stored['new']} tokens to prompts of {stored['prompt']} tokens, random"
+            f" weights, so experts are used evenly. {machine['gpu']}, torch {machine['torch']}, {machine['time']}.",
+        ]
+    )
+
+
 def table_lines(header: str, cells: Iterable[Iterable[str]]) -> list[str]:
     """The lines of a Markdown table. `header` holds the column names, separated by bars."""
     columns = header.count("|") + 1

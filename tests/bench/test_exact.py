@@ -2,6 +2,9 @@
 
 import copy
 import json
+import time
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from benchmarks.gpu.exact import all as everything
 from benchmarks.gpu.exact import engine, page, run_at_zero, trial
 from benchmarks.gpu.exact.verdict import decide
 from benchmarks.gpu.measure import Bench
@@ -129,3 +133,31 @@ def test_new_results_replace_those_of_the_same_name_and_no_others() -> None:
     assert document["step"] == {"off": {"seconds": 1}, "on": {"seconds": 2}}
     with pytest.raises(SystemExit, match=r"1\.7B failed"):
         engine.merge_results(document, {"date": "", "shapes": {"1.7B": {"error": "exit code 1"}}})
+
+
+def test_all_parts_are_gathered_and_a_part_beyond_its_limit_is_killed(tmp_path: Path) -> None:
+    sleep = ["timeit", "-n", "1", "-r", "1", "import time; time.sleep(60)"]
+    slow = everything.Part(name="slow", command=sleep, seconds=1, shape="1.7B")
+    quick = everything.Part(name="quick", command=["json.tool", str(engine.RESULTS), "OUT"], seconds=60, shape="0.6B")
+    late = everything.Part(name="late", command=["json.tool", str(engine.RESULTS), "OUT"], seconds=60, shape="Llama-1B")
+    started = time.monotonic()
+    everything.run_parts([slow], [quick], tmp_path, started + 60)
+    everything.run_parts([], [late], tmp_path, started)
+    assert time.monotonic() - started < 30
+    assert slow.process.poll() is not None and "killed at its time limit" in slow.ended
+    document = everything.gather([slow, quick, late], tmp_path, "abc")
+    assert list(document["shapes"]) == ["0.6B"] and document["parts"]["late"] == "not started: no time left"
+    together, alone = everything.gpu_parts()
+    modules = {part.command[0] for part in [*together, *alone]}
+    assert all(find_spec(f"{name}.__main__" if name == "benchmarks.gpu" else name) is not None for name in modules)
+    for part in [*together, *alone]:
+        if part.shape is not None:
+            assert part.command[part.command.index("--child") + 1] == part.shape in engine.CONFIGS
+
+
+def test_joined_projections_are_shown_where_they_were_timed() -> None:
+    times = {"8": {"off": 1.0, "on": 1.0, "slower": 1.0}}
+    assert "Not measured yet" in page.joined_table({"shapes": {"0.6B": {"times": times}}})
+    times["64"] = {"separate": 1000.0, "off": 1100.0, "on": 1050.0, "slower": 1.05}
+    table = page.joined_table({"shapes": {"0.6B": {"times": times}}})
+    assert "| 0.6B | 64 | 1,000 | 1,100 | +10.0 % |" in table and "| 8 |" not in table

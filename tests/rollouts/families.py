@@ -49,6 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 6}),
+    "olmoe": ("OlmoeConfig", {"hidden_size": 64, "num_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss": (
         "GptOssConfig",
         {

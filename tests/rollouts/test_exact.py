@@ -126,7 +126,7 @@ def test_the_walk_names_the_first_operation_that_differs(monkeypatch: pytest.Mon
             later = module is layers[1].mlp.up_proj and int(bucket.store.length[0]) == 2
             return torch.nextafter(output, output + 1) if later else output
 
-        return replace(parts(bucket), project=project)
+        return replace(parts(bucket), project=project, project_many=None)
 
     monkeypatch.setattr(Bucket, "parts", spoiled)
     difference = first_difference(policy, request.prompt, tokens)
@@ -235,10 +235,10 @@ def test_products_are_padded_to_the_rows_from_which_on_they_do_not_change(monkey
     monkeypatch.setattr(products, "plain_linear", split_below_seven)
     monkeypatch.setattr(products, "_PACK", 64)
     monkeypatch.setattr(products, "_SIZES", tuple(range(1, 33)))
-    assert products._measure_least_rows(torch.device("cpu"), torch.float64, 5, 4, True) == 7
+    assert products._measure_least_rows(torch.device("cpu"), torch.float64, (5,), 4, True) == 7
     monkeypatch.setattr(products, "least_rows", lambda weight, bias: 7)
     weight, x = torch.randn(5, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
     assert torch.equal(products.linear(x[:2], weight), products.linear(x, weight)[:2])
     assert sizes[-2:] == [7, 9]
     monkeypatch.setattr(products, "MOST_PADDED", 6)
-    assert products._measure_least_rows(torch.device("cpu"), torch.float64, 5, 3, True) is None
+    assert products._measure_least_rows(torch.device("cpu"), torch.float64, (5,), 3, True) is None

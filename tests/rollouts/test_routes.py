@@ -11,9 +11,11 @@ pytest.importorskip("triton")
 
 from legato.core.batch import collate
 from legato.core.rollout import Author, Group, Problem, Rollout, Score, Scored
+from legato.policy.experts.grouped import find_grouped
 from legato.policy.experts.routers import Routers
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request, Response
+from legato.rollouts.gpu import engine as graphed
 from legato.rollouts.gpu.engine import GraphedEngine
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.sampling import Sampling
@@ -60,6 +62,24 @@ def test_routes_match_a_plain_forward_and_change_no_token(name: str, kind: Any) 
     plain = kind(policy, 5).generate(requests, Sampling(), LIMITS)
     assert_same_responses(responses, plain)
     assert all(response.routes is None for row in plain for response in row)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "gpt-oss"])
+@pytest.mark.filterwarnings("ignore:Conversion of an array")  # of Triton's interpreter, for numpy
+@pytest.mark.usefixtures("torch_kernels")
+def test_grouped_experts_decode_the_same_tokens_and_record_the_same_routes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, requests = slot_engine(make_policy(name), 4, record_routes=True), make_requests(3, 9, each=2)
+    assert plain.grouped is None
+    limits = Limits(max_response_tokens=4, end_tokens=(END,))
+    expected = plain.generate(requests, Sampling(), limits)
+    monkeypatch.setattr(graphed, "find_grouped", find_grouped)
+    engine = slot_engine(plain.policy, 4, record_routes=True)
+    assert engine.grouped is not None and len(engine.grouped.experts) == len(engine.grouped.routers) == 2
+    responses = engine.generate(requests, Sampling(), limits)
+    assert_same_responses(responses, expected)
+    assert count_correct_routes(plain.policy, requests, responses) > 30
 
 
 @pytest.mark.usefixtures("torch_kernels")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton")
 
+from legato.policy.experts import grouped
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request
@@ -23,6 +24,7 @@ from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.local.select import first_supported_engine, local_engine
 from legato.rollouts.sampling import Sampling
 from tests.policy.exact import Words
+from tests.policy.routes import as_published
 from tests.rollouts import in_torch
 from tests.rollouts.families import END, assert_same_responses, make_model, make_policy, make_requests
 
@@ -284,3 +286,17 @@ def test_failing_graph_capture_keeps_the_slots_and_adds_one_note(monkeypatch: py
     assert isinstance(engine, GraphedEngine) and not engine.graphs
     (note,) = policy.notes
     assert "without captured graphs" in note and "not permitted when stream is capturing" in note
+
+
+def test_grouped_experts_that_fail_keep_the_slots_and_graphs_and_add_one_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*inputs: Any) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(graphed, "find_grouped", grouped.find_grouped)
+    monkeypatch.setattr(grouped, "_run_experts", refuse)
+    policy = load_policy(as_published("qwen3-moe"), Loading(device="cpu"), tokenizer=Words())
+    assert GraphedEngine(policy, 4, graphs=False).grouped is not None
+    engine = engine_for(policy)
+    assert isinstance(engine, GraphedEngine) and engine.grouped is None
+    (note,) = policy.notes
+    assert "experts decode through the model's own layers (RuntimeError: out of resource: shared memory)" in note

@@ -3,7 +3,8 @@
     bits     log-probs of sampled tokens against the trainer's for the same tokens: in packs of 16k tokens, each response
              alone, with a gradient, prompts once per response; few and many rows, ragged lengths, refilled slots
     least    rows to which each product is padded
-    times    decoding with `exact` off and on, in turn: fixed lengths, and the ragged ones of `lengths.json`
+    times    decoding with `exact` off and on, and off without joined projections, in turn: fixed lengths, and the ragged
+             ones of `lengths.json`
 
 One process per shape, so that one that fails ends alone. Results are written after every shape. If a token is unequal, the
 walk (`legato/rollouts/gpu/walk.py`) says in which operation.
@@ -19,7 +20,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,33 +209,41 @@ def ratio_of(gap: Tensor) -> dict[str, float]:
     return {"max": float((ratio - 1).abs().max()), "outside": float(outside.double().mean())}
 
 
-def measure_times(policy: Policy, bench: Bench, cases: dict[str, Case], repeats: int) -> dict[str, Any]:
-    """Tokens per second of decoding with `exact` off and on, in turn; the best of the repeats."""
+SIDES: dict[str, dict[str, bool]] = {
+    "separate": {"exact": False, "joined": False},
+    "off": {"exact": False, "joined": True},
+    "on": {"exact": True, "joined": True},
+}
+"""What is timed in turn: `exact` off without joined projections (`policy/layers/joined.py`), off, and on."""
+
+
+def measure_times(policy: Policy, bench: Bench, cases: dict[str, Case], *, graphs: bool = True) -> dict[str, Any]:
+    """Tokens per second of decoding on each of `SIDES`, in turn; the best of two repeats (ragged: of one)."""
     times: dict[str, Any] = {}
+    before = policy.exact
     for name, case in cases.items():
         lengths = ragged_lengths(bench) if case.ragged else [case.tokens] * (case.prompts * case.samples)
         limits = Limits(max_response_tokens=max(lengths), end_tokens=(policy.vocabulary,))
         requests, _ = make_requests(replace(case, ragged=False), policy.vocabulary)
-        engines = {exact: GraphedEngine(policy, case.rows_at_once) for exact in (False, True)}
-        samples: dict[bool, list[float]] = {False: [], True: []}
+        engines = {
+            side: GraphedEngine(policy, case.rows_at_once, graphs=graphs, joined=settings["joined"])
+            for side, settings in SIDES.items()
+        }
+        samples: dict[str, list[float]] = {side: [] for side in SIDES}
         with limit_responses(lengths, policy.device) if case.ragged else nullcontext():
-            for repeat in range(1 + repeats):
-                for exact, engine in engines.items():
-                    policy.exact = exact
+            for repeat in range(2 if case.ragged else 3):
+                for side, engine in engines.items():
+                    policy.exact = SIDES[side]["exact"]
                     engine.prefixes.clear()
                     seconds = bench.wall_seconds(lambda: engine.generate(requests, Sampling(), limits))  # noqa: B023
                     if repeat:
-                        samples[exact].append(seconds)
-        policy.exact = True
+                        samples[side].append(seconds)
+        policy.exact = before
         for engine in engines.values():
             engine.forget()
-        best = {exact: min(each) for exact, each in samples.items()}
-        times[name] = {
-            "off": sum(lengths) / best[False],
-            "on": sum(lengths) / best[True],
-            "slower": best[True] / best[False],
-            "samples": {"off": samples[False], "on": samples[True]},
-        }
+        best = {side: min(each) for side, each in samples.items()}
+        rates = {side: sum(lengths) / seconds for side, seconds in best.items()}
+        times[name] = {**rates, "slower": best["on"] / best["off"], "samples": samples}
         print(name, times[name], file=sys.stderr, flush=True)
     return times
 
@@ -246,8 +255,13 @@ TIMED: dict[str, Case] = {
 """What is timed. The ragged lengths are those of B7 (mean 405, at most 1,024)."""
 
 
-def measure(shape: str, cases: Sequence[str], times: Sequence[str]) -> dict[str, Any]:
-    """Rows that products need, unequal bits of these cases and times of those of `TIMED` that are named."""
+def measure(
+    shape: str, cases: Sequence[str], times: Sequence[str], save: Callable[[dict[str, Any]], Any] = lambda result: None
+) -> dict[str, Any]:
+    """Rows that products need, unequal bits of these cases, and times of those of `TIMED` that are named.
+
+    `save` is called after each of them, so that a command that runs out of time loses only the last.
+    """
     policy = make_policy(shape)
     policy.exact = True
     bench = Bench(device=torch.device("cuda"), tiny=False, deadline=time.monotonic() + 600)
@@ -263,9 +277,11 @@ def measure(shape: str, cases: Sequence[str], times: Sequence[str]) -> dict[str,
     for name in cases:
         started = time.monotonic()
         result["bits"][name] = compare(policy, {**CASES, "4096 tokens": LONG}[name])
+        save(result)
         print(f"{shape} {name} ({time.monotonic() - started:.1f} s)", result["bits"][name], file=sys.stderr, flush=True)
-    if times:
-        result["times"] = measure_times(policy, bench, {name: TIMED[name] for name in times}, 2)
+    for name in times:
+        result.setdefault("times", {}).update(measure_times(policy, bench, {name: TIMED[name]}))
+        save(result)
     return result
 
 
@@ -309,7 +325,8 @@ def main() -> None:
         every = (*CASES, "4096 tokens") if options.child == "0.6B" else tuple(CASES)
         cases = [name for name in options.cases or every if name != "none"]
         times = options.times if options.times is not None else [] if options.cases else list(TIMED)
-        options.output.write_text(json.dumps(measure(options.child, cases, times)))
+        result = measure(options.child, cases, times, lambda result: options.output.write_text(json.dumps(result)))
+        options.output.write_text(json.dumps(result))
         return
     deadline = time.monotonic() + options.seconds
     document = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": options.commit, "shapes": {}}

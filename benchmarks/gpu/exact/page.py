@@ -16,6 +16,7 @@ def exact_blocks() -> dict[str, str]:
     return {
         "bits": bits_table(engine),
         "cost": cost_table(engine),
+        "joined": joined_table(engine),
         "step": step_table(engine["step"]["off"]["seconds"], engine["step"]["on"]["seconds"]),
         "runs": runs_table(engine.get("runs")),
         "experiment": experiment_table(trial),
@@ -57,6 +58,20 @@ def cost_table(engine: dict[str, Any]) -> str:
             slower = 100 * (each["slower"] - 1)
             lines.append(f"| {shape} | {rows} | {each['off']:,.0f} | {each['on']:,.0f} | {slower:.1f} % |")
     return "\n".join(lines)
+
+
+def joined_table(engine: dict[str, Any]) -> str:
+    """Decoding with separate and with joined projections."""
+    cells = [
+        f"| {shape} | {rows} | {each['separate']:,.0f} | {each['off']:,.0f} |"
+        f" {100 * (each['off'] / each['separate'] - 1):+.1f} % |"
+        for shape, result in engine["shapes"].items()
+        for rows, each in result.get("times", {}).items()
+        if "separate" in each
+    ]
+    if not cells:
+        return "Not measured yet: `python -m benchmarks.gpu.exact.engine --shapes 0.6B --cases none --times 8 64 256`."
+    return "\n".join(["| shape | rows | separate | joined | tokens a second more |", "|---|---|---|---|---|", *cells])
 
 
 def step_table(off: dict[str, float], on: dict[str, float]) -> str:

@@ -103,13 +103,9 @@ def _has_plain_gate(experts: Any) -> bool:
 
 def _gates_kind(router: Any) -> str | None:
     """The rule of a router's gates (`kernels.experts.KINDS`); None if it is none of the known routers."""
-    name, weight = type(router).__name__, getattr(router, "weight", None)
-    if (
-        weight is None
-        or "forward" in vars(router)
-        or type(weight) not in (Tensor, nn.Parameter)
-        or weight.dtype not in _DTYPES
-    ):
+    name = type(router).__name__
+    weight: Any = getattr(router, "weight", None)
+    if "forward" in vars(router) or type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in _DTYPES:
         return None
     if name in _DIVIDED:
         return "all, divided" if router.norm_topk_prob else "all"

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from legato.policy.kernels.gradients import rotated, rotation_blocks
+from legato.policy.kernels.gradients import rotated_at, rotation_blocks
 
 LOG2E = 1.4426950408889634
 BLOCK = 64
@@ -25,26 +25,29 @@ LANES, WARPS = 64, 4
 
 @triton.jit
 def _rotate_into_slots(query, key, value, cosine, sine, query_norm, key_norm, query_out, keys, values, slots, slot_length,
-                       epsilon, ROWS, T, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+                       epsilon, query_stride, key_stride, value_stride, ROWS, T,
+                       H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
                        BLOCK: tl.constexpr, NORM: tl.constexpr):
     program, blocks, half = tl.program_id(0), tl.cdiv(ROWS * H, BLOCK), tl.arange(0, HALF)
     if program < blocks:
         pair = program * BLOCK + tl.arange(0, BLOCK)
         inside = (pair < ROWS * H)[:, None] & (half < D // 2)[None, :]
-        low, high = rotated(query, cosine, sine, query_norm, epsilon, pair, half, inside, H, D, NORM)
+        at = ((pair // H).to(tl.int64) * query_stride + pair % H * D)[:, None] + half[None, :]
+        low, high = rotated_at(query, at, cosine, sine, query_norm, epsilon, pair, half, inside, H, D, NORM)
         to = pair.to(tl.int64)[:, None] * D + half[None, :]
         tl.store(query_out + to, low, mask=inside)
         tl.store(query_out + to + D // 2, high, mask=inside)
     else:
         pair = (program - blocks) * BLOCK + tl.arange(0, BLOCK)
         inside = (pair < ROWS * K)[:, None] & (half < D // 2)[None, :]
-        low, high = rotated(key, cosine, sine, key_norm, epsilon, pair, half, inside, K, D, NORM)
+        at = ((pair // K).to(tl.int64) * key_stride + pair % K * D)[:, None] + half[None, :]
+        low, high = rotated_at(key, at, cosine, sine, key_norm, epsilon, pair, half, inside, K, D, NORM)
         slot = tl.load(slots + pair // K, mask=pair < ROWS * K, other=0)
         column = tl.load(slot_length + slot, mask=pair < ROWS * K, other=0)
         to = ((slot * K + pair % K) * T + column)[:, None] * D + half[None, :]
         tl.store(keys + to, low, mask=inside)
         tl.store(keys + to + D // 2, high, mask=inside)
-        own = value + pair.to(tl.int64)[:, None] * D + half[None, :]
+        own = value + ((pair // K).to(tl.int64) * value_stride + pair % K * D)[:, None] + half[None, :]
         tl.store(values + to, tl.load(own, mask=inside), mask=inside)
         tl.store(values + to + D // 2, tl.load(own + D // 2, mask=inside), mask=inside)
 
@@ -68,8 +71,9 @@ def rotate_into_slots(
     query_norm, key_norm, epsilon = (cosine, cosine, 0.0) if norms is None else norms
     half, block = rotation_blocks(width)
     _rotate_into_slots[(triton.cdiv(rows * count, block) + triton.cdiv(rows * key_heads, block),)](
-        query, key, value, cosine, sine, query_norm, key_norm, out, keys, values, slots, slot_length, epsilon, rows,
-        keys.shape[2], H=count, K=key_heads, D=width, HALF=half, BLOCK=block, NORM=norms is not None, num_warps=4,
+        query, key, value, cosine, sine, query_norm, key_norm, out, keys, values, slots, slot_length, epsilon,
+        query.stride(0), key.stride(0), value.stride(0), rows, keys.shape[2], H=count, K=key_heads, D=width, HALF=half,
+        BLOCK=block, NORM=norms is not None, num_warps=4,
     )  # fmt: skip
     return out
 

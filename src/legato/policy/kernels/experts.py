@@ -12,8 +12,7 @@ order. Values are rounded where transformers' experts round them.
     N rows, K active experts of E, H width of the body, F width of an expert; pair n * K + k is the k-th expert of row n
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -36,15 +35,21 @@ class Tiles:
 
     @classmethod
     def choose(cls, pairs: int, experts: int, dtype: torch.dtype, device: torch.device) -> "Tiles":
-        """Blocks that hold the pairs of most experts, so that few weights are read twice."""
+        """The sizes for so many pairs and experts on this device."""
         if device.type != "cuda":
             return cls(pairs=16, outputs=32, step=32, warps=4, stages=1)  # the interpreter
-        block = min(128, max(16, triton.next_power_of_2(-(-3 * pairs // (2 * experts)))))
+        tiles = cls.for_hopper(pairs, experts)
         if dtype == torch.float32:
-            return cls(pairs=min(block, 32), outputs=64, step=32, warps=4, stages=2)
-        properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack this number
-        roomy = properties.shared_memory_per_block_optin > 200_000
-        return cls(pairs=block, outputs=128, step=64, warps=8 if block > 64 else 4, stages=4 if roomy else 3)
+            return cls(pairs=min(tiles.pairs, 32), outputs=64, step=32, warps=4, stages=2)
+        # Hopper and data-centre Blackwell have 227 KiB of shared memory for a program, others as little as 99.
+        roomy = torch.cuda.get_device_capability(device)[0] in (9, 10)
+        return tiles if roomy else replace(tiles, stages=3)
+
+    @classmethod
+    def for_hopper(cls, pairs: int, experts: int) -> "Tiles":
+        """Blocks that hold the pairs of most experts, so that few weights are read twice; for 16-bit weights."""
+        block = min(128, max(16, triton.next_power_of_2(-(-3 * pairs // (2 * experts)))))
+        return cls(pairs=block, outputs=128, step=64, warps=8 if block > 64 else 4, stages=4)
 
 
 @triton.jit

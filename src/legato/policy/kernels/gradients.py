@@ -119,6 +119,13 @@ def add_norm_with_gradient(residual: Tensor, update: Tensor | None, weight: Tens
 def rotated(source, cosine, sine, weight, epsilon, pair, half, inside, HEADS, D: tl.constexpr, NORM: tl.constexpr):
     """Both halves [pairs, HALF] of some heads, normed and rotated; a pair is one head of one token."""
     low_at = pair.to(tl.int64)[:, None] * D + half[None, :]
+    return rotated_at(source, low_at, cosine, sine, weight, epsilon, pair, half, inside, HEADS, D, NORM)
+
+
+@triton.jit
+def rotated_at(source, low_at, cosine, sine, weight, epsilon, pair, half, inside, HEADS, D: tl.constexpr,
+               NORM: tl.constexpr):
+    """The same of heads that begin at `low_at` [pairs, HALF]."""
     angle_at = (pair // HEADS).to(tl.int64)[:, None] * D + half[None, :]
     low = tl.load(source + low_at, mask=inside, other=0.0)
     high = tl.load(source + low_at + D // 2, mask=inside, other=0.0)

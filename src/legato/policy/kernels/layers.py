@@ -59,6 +59,9 @@ def _heads(
     slots,
     slot_length,
     epsilon,
+    query_stride,
+    key_stride,
+    value_stride,
     T,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -73,10 +76,10 @@ def _heads(
     column = tl.load(slot_length + slot)
     if head < H + K:
         if head < H:
-            source = query + (row * H + head) * D
+            source = query + row.to(tl.int64) * query_stride + head * D
             norm = query_norm
         else:
-            source = key + (row * K + head - H) * D
+            source = key + row.to(tl.int64) * key_stride + (head - H) * D
             norm = key_norm
         low = tl.load(source + half, mask=inside, other=0.0)
         high = tl.load(source + D // 2 + half, mask=inside, other=0.0)
@@ -102,7 +105,7 @@ def _heads(
         tl.store(target + half, rotated_low, mask=inside)
         tl.store(target + D // 2 + half, rotated_high, mask=inside)
     else:
-        source = value + (row * K + head - H - K) * D
+        source = value + row.to(tl.int64) * value_stride + (head - H - K) * D
         target = values + ((slot.to(tl.int64) * K + head - H - K) * T + column) * D
         tl.store(target + half, tl.load(source + half, mask=inside), mask=inside)
         tl.store(target + D // 2 + half, tl.load(source + D // 2 + half, mask=inside), mask=inside)
@@ -124,15 +127,16 @@ def heads(
     """Rotate queries and keys by their position and store keys and values in the KV cache; returns queries [R, H, D].
 
     With `norms`, heads are RMS-normed first. `query` is [R, H * D], `key` and `value` [R, K * D], `cosine` and `sine`
-    [R, D]. Each key and value goes to the next column of its row's slot.
+    [R, D]. The first three may be columns of one tensor. Each key and value goes to the next column of its row's slot.
     """
     rows = len(query)
     count, key_heads = query.shape[1] // width, key.shape[1] // width
     out = torch.empty(rows, count, width, dtype=query.dtype, device=query.device)
     query_norm, key_norm, epsilon = (cosine, cosine, 0.0) if norms is None else norms
     _heads[(rows, count + 2 * key_heads)](
-        query, key, value, cosine, sine, query_norm, key_norm, out, keys, values, slots, slot_length, epsilon, keys.shape[2],
-        H=count, K=key_heads, D=width, HALF=triton.next_power_of_2(width // 2), NORM=norms is not None, num_warps=1,
+        query, key, value, cosine, sine, query_norm, key_norm, out, keys, values, slots, slot_length, epsilon,
+        query.stride(0), key.stride(0), value.stride(0), keys.shape[2], H=count, K=key_heads, D=width,
+        HALF=triton.next_power_of_2(width // 2), NORM=norms is not None, num_warps=1,
     )  # fmt: skip
     return out
 
@@ -148,9 +152,28 @@ def _swiglu(gate, up, out, N, BLOCK: tl.constexpr):
     tl.store(out + place, (activated.to(tl.float32) * u.to(tl.float32)).to(g.dtype), mask=inside)
 
 
+@triton.jit
+def _swiglu_columns(gate, up, out, width, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    g = tl.load(gate + row * stride + column, mask=inside, other=0.0)
+    u = tl.load(up + row * stride + column, mask=inside, other=0.0)
+    x = g.to(tl.float32)
+    activated = (x * tl.sigmoid(x)).to(g.dtype)
+    tl.store(out + row * width + column, (activated.to(tl.float32) * u.to(tl.float32)).to(g.dtype), mask=inside)
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
-    out = torch.empty_like(gate)
+    """silu(gate) * up, both [R, N] or columns of one tensor."""
     count = gate.numel()
+    if not (gate.is_contiguous() and up.is_contiguous()):
+        rows, width = gate.shape
+        out = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
+        assert gate.stride() == up.stride() and gate.stride(1) == 1, "gate and up are columns of one tensor"
+        grid = rows, triton.cdiv(width, 1024)
+        _swiglu_columns[grid](gate, up, out, width, gate.stride(0), BLOCK=1024, num_warps=4)
+        return out
+    out = torch.empty_like(gate)
     _swiglu[(triton.cdiv(count, 1024),)](gate, up, out, count, BLOCK=1024, num_warps=4)
     return out

@@ -6,7 +6,7 @@ a body with an unknown part uses its own forward. The parts are Triton kernels (
 `kernels/gradients.py`); on a CPU the same families decode through `unrolled.py`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +84,8 @@ class Parts:
     swiglu: Callable[[Tensor, Tensor], Tensor]
     project: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__
     """(projection, input) -> output. `policy.layers.products` has one whose rows do not depend on the batch."""
+    project_many: Callable[[Sequence[nn.Module], Tensor], tuple[Tensor, ...]] | None = None
+    """(projections, their input) -> outputs, which may be columns of one tensor; None: each by `project`."""
     whole: Callable[[Any, Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     """Runs a layer of plain projections (`layer.is_plain`) in one call: (layer, residual, update, cosine, sine).
 
@@ -175,16 +177,18 @@ def _compute_layer(
         return parts.whole(layer, residual, update, cosine, sine)
     attention, first, second = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
     residual, x = parts.add_norm(residual, update, first.weight, first.variance_epsilon)
-    query, key = parts.project(attention.q_proj, x), parts.project(attention.k_proj, x)
     norms = head_norms(attention)
-    if norms is None and hasattr(attention, "q_norm"):
+    wide = norms is None and hasattr(attention, "q_norm")
+    # A norm over all heads reads whole rows, so its input is a tensor of its own.
+    query, key, value = _project(parts, (attention.q_proj, attention.k_proj, attention.v_proj), x, apart=wide)
+    if wide:
         # OLMoE: one norm over all heads.
         _, query = parts.add_norm(query, None, attention.q_norm.weight, attention.q_norm.variance_epsilon)
         _, key = parts.add_norm(key, None, attention.k_norm.weight, attention.k_norm.variance_epsilon)
     projected = Projected(
         query=query,
         key=key,
-        value=parts.project(attention.v_proj, x),
+        value=value,
         cosine=cosine,
         sine=sine,
         norms=norms,
@@ -195,7 +199,14 @@ def _compute_layer(
     residual, x = parts.add_norm(residual, attended, second.weight, second.variance_epsilon)
     mlp = layer.mlp
     if is_swiglu(mlp):
-        product = parts.swiglu(parts.project(mlp.gate_proj, x), parts.project(mlp.up_proj, x))
+        product = parts.swiglu(*_project(parts, (mlp.gate_proj, mlp.up_proj), x))
         return residual, parts.project(mlp.down_proj, product)
     output = mlp(x.unsqueeze(0))
     return residual, (output[0] if isinstance(output, tuple) else output)[0]
+
+
+def _project(parts: Parts, modules: Sequence[nn.Module], x: Tensor, *, apart: bool = False) -> tuple[Tensor, ...]:
+    """The outputs of projections that read the same input; `apart`: each is a tensor of its own."""
+    if parts.project_many is None or apart:
+        return tuple(parts.project(module, x) for module in modules)
+    return parts.project_many(modules, x)

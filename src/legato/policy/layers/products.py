@@ -45,20 +45,34 @@ def least_rows(weight: Tensor, bias: bool) -> int | None:
     """From how many rows on the bits of a row do not depend on the batch; None if that is above `MOST_PADDED`."""
     if not weight.is_cuda:
         return 0
-    return _measure_least_rows(weight.device, weight.dtype, *weight.shape, bias)
+    return _measure_least_rows(weight.device, weight.dtype, (weight.shape[0],), weight.shape[1], bias)
+
+
+def least_rows_joined(weight: Tensor, outputs: tuple[int, ...], bias: bool) -> int | None:
+    """From how many rows on one product with a joined weight has the bits of separate ones; None if it never was equal."""
+    if not weight.is_cuda:
+        return None
+    return _measure_least_rows(weight.device, weight.dtype, outputs, weight.shape[1], bias)
 
 
 @functools.cache
-def _measure_least_rows(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int, bias: bool) -> int | None:
+def _measure_least_rows(
+    device: torch.device, dtype: torch.dtype, outputs: tuple[int, ...], inputs: int, bias: bool
+) -> int | None:
+    """From how many rows on one product has the bits of separate ones of these `outputs` in a pack."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
     with torch.no_grad():
-        x, weight = random(_PACK, inputs), random(outputs, inputs) * inputs**-0.5
-        added = random(outputs) if bias else None
-        whole = plain_linear(x, weight, added)
+        x, weight = random(_PACK, inputs), random(sum(outputs), inputs) * inputs**-0.5
+        added = random(sum(outputs)) if bias else None
+        sizes = list(outputs)
+        biases = [None] * len(sizes) if added is None else torch.split(added, sizes)
+        separate = [plain_linear(x, *pair) for pair in zip(torch.split(weight, sizes), biases, strict=True)]
+        whole = separate[0] if len(separate) == 1 else torch.cat(separate, 1)
+        del separate
         # Rows from the middle as well: a row of a pack has other neighbours than in decoding.
         starts = [(1037 * size) % (_PACK - size) // 8 * 8 for size in _SIZES]
         differ = [

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from legato.core.fields import choice, flag, flag_or, texts
 from legato.core.settings import optional_table, settings, table
 from legato.errors import InputError
+from legato.policy.layers.joined import lay_side_by_side
 from legato.policy.model import selfcheck
 from legato.policy.model.adapters import Lora, with_lora
 from legato.policy.model.folder import check_folder, means_a_folder
@@ -99,6 +100,9 @@ def load_policy(
     _freeze(module, loading.frozen)
     if loading.lora is not None:
         module = with_lora(module, loading.lora, saved, seed=seed)
+    if device.type == "cuda":
+        lay_side_by_side(module)
+        torch.cuda.empty_cache()  # the places that weights were moved from
     policy = Policy(model=module, tokenizer=tokenizer, name=name, packing=loading.packing, notes=notes)
     if loading.gradient_checkpointing is True:
         if not getattr(module, "supports_gradient_checkpointing", True):

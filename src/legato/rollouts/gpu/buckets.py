@@ -14,6 +14,7 @@ from legato.policy.kernels.exact import attend_chained, rotate_into_slots, rows_
 from legato.policy.kernels.layers import add_norm, swiglu
 from legato.policy.kernels.layers import heads as heads_ready
 from legato.policy.layers.fused import Parts, Projected
+from legato.policy.layers.joined import project_joined, project_joined_alike
 from legato.policy.layers.products import project_alike
 from legato.policy.layout.attention import Heads
 from legato.rollouts.gpu.slots import KVStore, device_ints, group_by_prompt
@@ -25,8 +26,12 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536,
 class Bucket:
     """Rows decoded together: their slots, the blocks that share a prompt, and the captured graph."""
 
-    def __init__(self, rows: int, store_: KVStore, device: torch.device, *, exact: bool = False) -> None:
+    def __init__(
+        self, rows: int, store_: KVStore, device: torch.device, *, exact: bool = False, joined: bool = True
+    ) -> None:
         self.rows, self.store, self.exact = rows, store_, exact
+        self.joined = joined
+        """Whether projections that read the same input are one product, where their weights allow it."""
         self.slots = torch.full((rows,), store_.dump, dtype=torch.int64, device=device)
         self.blocks: dict[int, tuple[Tensor, Tensor]] = {}
         """rows per block -> (prompt of each block, its rows); layers with other heads have other block sizes"""
@@ -82,6 +87,7 @@ class Bucket:
             add_norm=add_norm,
             swiglu=swiglu,
             project=project_alike if self.exact else nn.Module.__call__,
+            project_many=(project_joined_alike if self.exact else project_joined) if self.joined else None,
         )
 
     def store_heads(self, layer: int, projected: Projected) -> Tensor:

@@ -51,6 +51,7 @@ class GraphedEngine(JobEngine):
         graphs: bool = True,
         fused: bool = True,
         grouped: bool = True,
+        joined: bool = True,
         kv_memory_share: float = 0.5,
         record_routes: bool = False,
         training_bytes: int = 0,
@@ -58,6 +59,8 @@ class GraphedEngine(JobEngine):
     ) -> None:
         super().__init__()
         self.policy, self.graphs, self.kv_memory_share, self.say = policy, graphs, kv_memory_share, say
+        self.joined = joined
+        """Whether projections are joined where they can be (`layers/joined.py`)."""
         self.rows_at_once = rows_at_once
         """Lowered if memory runs out."""
         self.training_bytes = training_bytes
@@ -74,7 +77,7 @@ class GraphedEngine(JobEngine):
         self.grouped = None if isinstance(experts, str) else experts
         """The experts that decode by grouped kernels; None: there are none, or they run through the model's own layers."""
         if isinstance(experts, str):
-            say(f"experts decode through the model's own layers ({experts}): slower (docs/experts.md)")
+            say(own_experts_note(experts))
         self.store: KVStore | None = None
         self.prefixes = PrefixIndex()
         self.buckets: dict[int, Bucket] = {}
@@ -410,8 +413,13 @@ class GraphedEngine(JobEngine):
         slots = self.store.room.slots
         size = min(next((size for size in BUCKETS if size >= rows), slots), slots)
         if size not in self.buckets:
-            self.buckets[size] = Bucket(size, self.store, self.policy.device, exact=self.exact)
+            self.buckets[size] = Bucket(size, self.store, self.policy.device, exact=self.exact, joined=self.joined)
         return self.buckets[size]
+
+
+def own_experts_note(reason: str) -> str:
+    """What the user is told where experts are not decoded by grouped kernels."""
+    return f"experts decode through the model's own layers ({reason}): slower (docs/experts.md)"
 
 
 @dataclass(slots=True)

@@ -62,6 +62,11 @@ def make_exact(policy: Policy, engine: GraphedEngine) -> str | None:
             policy.exact = True
             engine.forget()
             reason = find_difference(engine, policy)
+            if reason is not None and engine.joined:
+                # Joined products were equal on random numbers; if they are not here, separate ones may be.
+                engine.joined = False
+                reason = find_difference(engine, policy)
+                engine.joined = reason is not None
     except (RuntimeError, AttributeError, TypeError, KeyError, IndexError, AssertionError) as error:
         # Memory, a kernel that does not compile, a model that is not what it looks like: as without `exact`.
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else 'no message'}"

@@ -4,6 +4,7 @@ For a policy whose engine is exact: both paths must have the same bits. The oper
 `fused.Parts`, which both paths call in the same order; each is wrapped so that it notes its output.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -150,7 +151,23 @@ class _Recorder:
             note(f"{self.outputs[-1][0].rsplit('.', 1)[0]}: SwiGLU", output)
             return output
 
-        return replace(parts, project=project, ready=ready, attend=attend, add_norm=add_norm, swiglu=swiglu, whole=None)
+        def project_many(modules: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+            assert parts.project_many is not None
+            outputs = parts.project_many(modules, x)
+            for module, output in zip(modules, outputs, strict=True):
+                note(self.modules[id(module)], output)
+            return outputs
+
+        return replace(
+            parts,
+            project=project,
+            project_many=None if parts.project_many is None else project_many,
+            ready=ready,
+            attend=attend,
+            add_norm=add_norm,
+            swiglu=swiglu,
+            whole=None,
+        )
 
 
 def _compare(token: int, decoded: Outputs, trained: Outputs) -> Difference | None:

@@ -89,32 +89,42 @@ def first_supported_engine(
 ) -> Engine:
     """The first engine whose log-probs match the policy: slots with captured graphs, slots without, or the plain engine.
 
-    Any choice but the first adds one line to the policy's notes.
+    Experts of a mixture are grouped if that works, with graphs and without. Any choice but the first adds one line to the
+    policy's notes.
     """
-    from legato.rollouts.gpu.engine import GraphedEngine
+    from legato.rollouts.gpu.engine import GraphedEngine, own_experts_note
 
     reasons: list[str] = []
     for captured in graphs:
-        notes: list[str] = []
-        engine = GraphedEngine(
-            policy,
-            rows_at_once,
-            graphs=captured,
-            kv_memory_share=kv_memory_share,
-            record_routes=record_routes,
-            training_bytes=training_bytes,
-            say=notes.append,
-        )
-        wrong = disagreement(engine, policy)
-        engine.forget()
-        if wrong is None:
-            policy.notes += notes
-            if reasons:
-                policy.notes.append(
-                    f"the engine decodes without captured graphs ({reasons[0]}): slower, not measured how much"
-                )
-            engine.say = policy.notes.append
-            return engine
+        ungrouped: str | None = None
+        for grouped in (True, False):
+            notes: list[str] = []
+            engine = GraphedEngine(
+                policy,
+                rows_at_once,
+                graphs=captured,
+                grouped=grouped,
+                kv_memory_share=kv_memory_share,
+                record_routes=record_routes,
+                training_bytes=training_bytes,
+                say=notes.append,
+            )
+            wrong = disagreement(engine, policy)
+            engine.forget()
+            if wrong is None:
+                policy.notes += notes
+                if ungrouped is not None:
+                    policy.notes.append(own_experts_note(ungrouped))
+                if reasons:
+                    policy.notes.append(
+                        f"the engine decodes without captured graphs ({reasons[0]}): slower, not measured how much"
+                    )
+                engine.say = policy.notes.append
+                return engine
+            if engine.grouped is None:
+                break  # no experts were grouped: without grouping it is the same engine
+            ungrouped = wrong
+        assert wrong is not None
         reasons.append(wrong)
     family = type(policy.body).__name__
     policy.notes.append(
