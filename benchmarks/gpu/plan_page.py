@@ -20,6 +20,7 @@ from legato.capacity.setup import Setup, setup_of
 from legato.capacity.table import GPUS, table_of
 from legato.cli.plan import DEFAULT_RECIPE, cell_lines, plan_lines
 from legato.config.load import load
+from legato.training.memory.model import Memory
 from legato.training.memory.sharding import Sharding
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,7 @@ def scaling_blocks() -> dict[str, str]:
     }
 
 
+_UNKNOWN = "not measured yet"
 _RATIOS = (
     (
         "a plain run, 0.6B, over another in a process of its own",
@@ -86,21 +88,20 @@ _RATIOS = (
         "torchrun 0.6B",
         "one",
     ),
-    (
-        "FSDP2 on one rank, 0.6B, over the same run without",
-        "within 5 %",
-        0.05,
-        "layers over one process, 0.6B",
-        "torchrun 0.6B",
-        "layers",
-    ),
-    (
-        "FSDP2 on one rank, 1.7B, over the same run without",
-        "within 5 %",
-        0.05,
-        "layers over one process, 1.7B",
-        "torchrun 1.7B",
-        "layers",
+    *(
+        (
+            f"FSDP2 on one rank, {shape}, {words}, over the same run without",
+            "within 5 %",
+            0.05,
+            f"{way} over one process, {shape}",
+            f"torchrun {shape}",
+            way,
+        )
+        for way, words in (
+            (gpu_ranks.KEPT, "layers and gradients kept during updates"),
+            ("layers", "a layer gathered in each pass"),
+        )
+        for shape in ("0.6B", "1.7B")
     ),
 )
 """What is compared, what is wanted in words and as a share, the name of the ratio, its part and the side of the part."""
@@ -115,13 +116,15 @@ def one_gpu(stored: dict[str, Any]) -> str:
         if name in ratios:
             beyond = ", more than wanted" if ratios[name] - 1 > allowed else ""
             cell = f"{100 * (ratios[name] - 1):+.1f} %{beyond}"
-        rows.append([what, wanted, cell, _when(stored, part)])
+        rows.append([what, wanted, cell, "" if cell == _UNKNOWN else _when(stored, part)])
     nccl, two = parts.get("nccl", {}), parts.get("two", {})
     takes = nccl.get("takes_two")
     words = _why_not(nccl, "") if takes is None else "takes them" if takes else "refuses them"
     rows.append(["NCCL with two processes on one GPU", "stated", words, _when(stored, "nccl")])
-    for way in ("optimizer", "layers"):
-        update, name = two.get(f"float32, {way}", {}), f'two processes on one GPU (gloo), `"{way}"`'
+    for way in gpu_ranks.WAYS:
+        shard, _, kept = way.partition(", ")
+        update, name = two.get(f"float32, {way}", {}), f'two processes on one GPU (gloo), `"{shard}"`'
+        name += " kept during updates" if kept else " gathered in each pass" if shard == "layers" else ""
         apart = _why_not(two, f"float32, {way}")
         if "weights" in update:
             apart = f"{update['weights']:.1e}{', more than wanted' if update['weights'] > 1e-6 else ''}"
@@ -143,7 +146,7 @@ def _why_not(part: dict[str, Any], side: str) -> str:
     why = own.get("error") or part.get("errors", {}).get(side) or part.get("why")
     if why is None and "exit" in part:
         why = f"exit code {part['exit']}" if isinstance(part["exit"], int) else f"it took {part['exit']}"
-    return f"failed: {' '.join(str(why).split()):.160}" if why else "not measured yet"
+    return f"failed: {' '.join(str(why).split()):.160}" if why else _UNKNOWN
 
 
 def _when(stored: dict[str, Any], part: str) -> str:
@@ -362,16 +365,24 @@ def _sharded_memory() -> str:
         "the same while sampling (no gradients)": lambda name: _gb(held(name, state, gradients=False)),
         '`"layers"`, sampling on servers': lambda name: _gb(held(name, layers)),
         '`"layers"` with a copy for the local engine': lambda name: _gb(held(name, resident)),
-        "plus whole layers that are gathered": lambda name: _gb(_gathered_bytes(name)),
+        "plus whole layers that are gathered": lambda name: _gb(_whole_bytes(name, "nothing")),
+        "or, kept during updates, all layers": lambda name: _gb(_whole_bytes(name, "weights")),
+        "or all layers and their gradients": lambda name: _gb(_whole_bytes(name, "gradients")),
         "plus a pack of 16k tokens, kept / recomputed": pack,
     }
     rows = [[title, *(line(name) for name in SCALED)] for title, line in lines.items()]
     return markdown(["GB per GPU", *SCALED], rows)
 
 
-def _gathered_bytes(model: str) -> float:
-    demand = replace(demand_of(setup_for(model), 0), sharding=Sharding(way="layers", ranks=8))
-    return demand.memory(checkpointing=False).gathered
+def _whole_bytes(model: str, kept: str) -> float:
+    """Bytes that a rank holds beside its shards while layers are divided among 8."""
+    demand = replace(demand_of(setup_for(model), 0), several_packs=True, fused=True, by_parts=False)
+
+    def held(sharding: Sharding) -> Memory:
+        return replace(demand, sharding=sharding).memory(checkpointing=False)
+
+    least, whole = (held(Sharding(way="layers", ranks=8, kept=each)) for each in ("nothing", kept))
+    return whole.gathered + whole.gradients - least.gradients
 
 
 def _gb(size: float) -> str:

@@ -9,14 +9,14 @@ Parts, each in processes of its own, stored as soon as it is measured:
     plain 0.6B       the update phase of one process that torchrun has not started
     plain 0.6B again the same after the next part: how far two such processes differ
     torchrun 0.6B    one rank under torchrun, alternately: as a run has it; with a process group of one rank that divides the
-                     optimizer; with FSDP2 ("layers")
-    torchrun 1.7B    one rank under torchrun, alternately: as a run has it; with FSDP2 as a run has it that has memory for
-                     whole layers and gradients during updates; with FSDP2 that gathers layers in each pass
+                     optimizer; with FSDP2 that keeps whole layers and gradients during updates ("layers, kept"), as a run
+                     has it with memory for both; with FSDP2 that gathers layers in each pass ("layers")
+    torchrun 1.7B    the same
     torchrun 8B      the same for layers of Qwen3-8B, 6 of 36: models of this size are what FSDP2 is for
     profile 1.7B     where the time of a step goes, as a run has it and with FSDP2; only if it is named
     nccl             whether NCCL takes two processes on one GPU
     two              two processes on one GPU: each collective with tensors of the GPU; one update in float32 against one
-                     process, both ways of dividing; whole steps in bfloat16 with the local engine
+                     process, for each way of dividing; whole steps in bfloat16 with the local engine
 """
 
 import argparse
@@ -37,7 +37,7 @@ from typing import Any
 RESULTS = Path(__file__).parents[1] / "results" / "ranks-gpu.json"
 PARTS: dict[str, tuple[int, float]] = {
     "plain 0.6B": (0, 60.0),
-    "torchrun 0.6B": (1, 100.0),
+    "torchrun 0.6B": (1, 90.0),
     "plain 0.6B again": (0, 60.0),
     "torchrun 1.7B": (1, 100.0),
     "torchrun 8B": (1, 100.0),
@@ -46,11 +46,12 @@ PARTS: dict[str, tuple[int, float]] = {
     "two": (2, 110.0),
 }
 """Processes that torchrun starts (0: a process without it), and the most seconds."""
-STEPS = {"0.6B": 6, "1.7B": 4, "8B": 4}
+STEPS = {"0.6B": 5, "1.7B": 3, "8B": 3}
 """Measured steps of each side, after one to warm up."""
 LAYERS_OF_8B = 6
-EACH_PASS = "layers, each pass"
-"""FSDP2 without memory to keep anything gathered between passes."""
+KEPT = "layers, kept"
+"""FSDP2 with memory for whole layers and gradients; "layers": FSDP2 that gathers layers in each pass."""
+WAYS = ("optimizer", KEPT, "layers")
 TAIL = 30
 """Lines of output that are stored of a part that failed."""
 
@@ -89,10 +90,9 @@ def measure_one_rank(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
     bench = _bench(device, tiny)
     with joined(alone=True) as world:
         # A run on one rank gets no process group: what torchrun adds is its environment.
-        ways = ("one", "optimizer", "layers") if shape == "0.6B" else ("one", "layers", EACH_PASS)
         sides: dict[str, Any] = {}
         errors: dict[str, str] = {}
-        for way in ways:
+        for way in ("one", *WAYS):
             try:
                 sides[way] = _trainer(bench, shape, way, world)
             except Exception:
@@ -113,7 +113,7 @@ def profile_one_rank(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
     bench, results = _bench(device, tiny), dict[str, Any]()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if bench.cuda else [])]
     with joined(alone=True) as world:
-        for way in ("one", "layers"):
+        for way in ("one", KEPT):
             trainer = _trainer(bench, shape, way, world)
             for _ in range(2):
                 trainer.step()
@@ -161,7 +161,7 @@ def _divide(policy: Any, way: str, world: Any) -> dict[str, Any]:
     from legato.training.ranks.layers import Keep, Layered, divide_layers
 
     is_half = policy.model.get_input_embeddings().weight.element_size() < 4
-    keep = Keep.NOTHING if way == EACH_PASS else Keep.GRADIENTS
+    keep = Keep.GRADIENTS if way == KEPT else Keep.NOTHING
     divide_layers(policy, world)
     return {"world": world, "division": Layered(policy, world, is_half=is_half, keep=keep)}
 
@@ -229,10 +229,10 @@ def check_two(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
         results["backend"] = "gloo"
         checks: dict[str, Callable[[], Any]] = {"collectives": partial(_try_collectives, world, torch.device(device))}
         # A crash ends all that comes after it: what FSDP2 does on its own comes last.
-        for way in ("optimizer", "layers", EACH_PASS):
+        for way in WAYS:
             checks[f"float32, {way}"] = partial(_one_update, bench, world, way, "float32")
-            checks[f"bfloat16, {way}"] = partial(_one_update, bench, world, way, "bfloat16")
             checks[f"engine, {way}"] = partial(_whole_steps, bench, world, way)
+        checks |= {f"bfloat16, {way}": partial(_one_update, bench, world, way, "bfloat16") for way in WAYS}
         for name, check in checks.items():
             started = time.perf_counter()
             try:
@@ -263,6 +263,11 @@ def _try_collectives(world: Any, device: Any) -> dict[str, Any]:
         world.all_gather(whole, own)
         return bool((whole == torch.cat([torch.arange(8.0), torch.arange(8.0) + 1]).to(device)).all())
 
+    def all_gather_16_bits() -> bool:
+        whole = torch.empty(16, device=device, dtype=torch.bfloat16)
+        world.all_gather(whole, own.to(torch.bfloat16))
+        return bool((whole == torch.cat([torch.arange(8.0), torch.arange(8.0) + 1]).to(device)).all())
+
     def sum_table() -> bool:
         return bool((world.sum_table(own) == 2 * torch.arange(8.0, device=device) + 1).all())
 
@@ -271,7 +276,7 @@ def _try_collectives(world: Any, device: Any) -> dict[str, Any]:
         world.broadcast(held)
         return bool((held == torch.arange(8.0, device=device)).all())
 
-    return {each.__name__: each() for each in (sum_table, reduce_scatter, all_gather, broadcast)}
+    return {each.__name__: each() for each in (sum_table, reduce_scatter, all_gather, all_gather_16_bits, broadcast)}
 
 
 def _small_policy(bench: Any, dtype: str) -> Any:
@@ -283,6 +288,10 @@ def _small_policy(bench: Any, dtype: str) -> Any:
 
     model = same_speed.small_model(bench, moe=False).to(getattr(torch, dtype))
     return load_policy(model, Loading(device=bench.device.type, dtype=dtype), tokenizer=work.tokenizer())
+
+
+_ALONE: dict[str, Any] = {}
+"""Weights and gradient norm after an update of one process, by dtype."""
 
 
 def _one_update(bench: Any, world: Any, way: str, dtype: str) -> dict[str, Any]:
@@ -307,7 +316,9 @@ def _one_update(bench: Any, world: Any, way: str, dtype: str) -> dict[str, Any]:
     weights, norm, fused = train(way)
     if world.rank:
         return {}
-    alone, expected, _ = train("one")
+    if dtype not in _ALONE:
+        _ALONE[dtype] = train("one")
+    alone, expected, _ = _ALONE[dtype]
     largest = max(float((weights[name].double() - weight.double()).abs().max()) for name, weight in alone.items())
     return {"weights": largest, "gradient_norm": norm, "of_one_process": expected, "fused": fused, "dtype": dtype}
 
@@ -436,6 +447,10 @@ def summarise(parts: dict[str, Any]) -> dict[str, float]:
             for way, side in sides.items()
             if way != "one" and "seconds" in side
         }
+        group = sides.get("optimizer", {}).get("seconds")
+        if group is not None and "seconds" in sides.get(KEPT, {}):
+            # FSDP2 alone: both have a process group of one rank.
+            ratios[f"{KEPT} over optimizer, {shape}"] = sides[KEPT]["seconds"] / group
     return ratios
 
 

@@ -17,6 +17,11 @@ from benchmarks.trust.trial import KINDS, Case, digest, environment, train_words
 _WITHIN_SECONDS = 30.0
 """How long the other ranks may take to end."""
 _LOST = 4
+_WAYS: Mapping[str, Mapping[str, str]] = {
+    "optimizer": {"training.shard": "optimizer"},
+    "layers": {"training.shard": "layers"},  # kept whole during updates: there is memory
+    "layers of each pass": {"training.shard": "layers", "training.keep_layers": "nothing"},
+}
 _STRAIGHT: dict[tuple[str, str, int], dict[str, str]] = {}
 """Digests of undisturbed runs by kind, way of dividing and number of ranks."""
 
@@ -25,7 +30,7 @@ def killed_ranks(source: random.Random) -> Iterator[Case]:
     """SIGKILL of one of two or three ranks: the others end within 30 s and name it; resumed, the same bits."""
     while True:
         kind, size = source.choice(["plain", "LoRA", "PPO", "mixture", "two passes"]), source.choice([2, 2, 3])
-        shard, victim, moment = source.choice(["optimizer", "layers"]), source.randrange(size), source.uniform(0.0, 3.0)
+        shard, victim, moment = source.choice([*_WAYS]), source.randrange(size), source.uniform(0.0, 3.0)
         counts: dict[str, int] = {}
         name = f"{kind}, {shard}, rank {victim} of {size} killed {moment:.1f} s after the first checkpoint"
         yield Case(name=name, check=_killed_rank_check(kind, shard, size, victim, moment, counts), counts=counts)
@@ -34,7 +39,7 @@ def killed_ranks(source: random.Random) -> Iterator[Case]:
 def _killed_rank_check(
     kind: str, shard: str, size: int, victim: int, moment: float, counts: dict[str, int]
 ) -> Callable[[Path], str | None]:
-    options = {**KINDS[kind], "training.shard": shard}
+    options = {**KINDS[kind], **_WAYS[shard]}
 
     def check(folder: Path) -> str | None:
         expected = _straight(kind, shard, size, options)

@@ -86,7 +86,7 @@ def test_shapes_that_this_machine_cannot_hold_are_skipped_with_the_reason(monkey
     monkeypatch.setattr(plan, "find_spec", lambda name: None)
     assert plan.why_not("8b-8bit", device="cuda") == "bitsandbytes is not installed"
     monkeypatch.setattr(available, "available", lambda device: 64 * 10**9)
-    assert plan.why_not("8b-offload", device="cuda") == "the host has 64 GB, 107 GB are needed"
+    assert plan.why_not("8b-offload", device="cuda") == "the host has 64 GB, 108 GB are needed"
     monkeypatch.setattr(available, "available", lambda device: 256 * 10**9)
     assert plan.why_not("8b-offload", device="cuda") is None
     assert plan.why_not("4b", device="cuda") is None

@@ -30,8 +30,9 @@ def test_one_process_is_timed_without_torchrun() -> None:
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     result = ranks.run_part("two", 240.0, options(tmp_path))
     assert "exit" not in result and not list(ranks._errors(result)), result
-    assert all(result["collectives"][name] for name in ("sum_table", "reduce_scatter", "all_gather", "broadcast"))
-    for way in ("optimizer", "layers"):
+    collectives = ("sum_table", "reduce_scatter", "all_gather", "all_gather_16_bits", "broadcast")
+    assert all(result["collectives"][name] for name in collectives)
+    for way in ranks.WAYS:
         update = result[f"float32, {way}"]
         assert update["weights"] < 1e-6 and update["gradient_norm"] == pytest.approx(update["of_one_process"], rel=1e-4)
         assert result[f"engine, {way}"]["equal_on_ranks"]
@@ -51,6 +52,14 @@ def test_a_ratio_is_over_the_run_that_was_measured_beside_it() -> None:
         }
     )
     assert ranks.summarise({}) == {}
+    both = {"one": {"seconds": 4.0}, "optimizer": {"seconds": 4.2}, "layers, kept": {"seconds": 4.41}}
+    assert ranks.summarise({"torchrun 1.7B": {"sides": both}}) == pytest.approx(
+        {
+            "optimizer over one process, 1.7B": 1.05,
+            "layers, kept over one process, 1.7B": 1.1025,
+            "layers, kept over optimizer, 1.7B": 1.05,
+        }
+    )
     parts["plain 0.6B again"] = {"sides": {"plain": {"seconds": 2.04}}}
     assert ranks.summarise(parts)["plain again over plain, 0.6B"] == pytest.approx(1.02)
     assert ranks.summarise(parts)["torchrun over plain, 0.6B"] == pytest.approx(1.0), "over the mean of both plain runs"
@@ -81,16 +90,16 @@ def test_the_page_tells_what_was_measured_and_what_was_not() -> None:
     from benchmarks.gpu.plan_page import one_gpu
 
     nothing = one_gpu({"parts": {}, "date": "", "machine": {}})
-    assert nothing.count("not measured yet") == 9
-    two = {"float32, layers": {"weights": 2e-7}, "float32, optimizer": {"error": "RuntimeError: no"}, "exit": 1}
-    two["engine, layers"] = {"equal_on_ranks": True}
-    ratios = {"layers over one process, 0.6B": 1.034, "torchrun over plain, 0.6B": 1.026}
+    assert nothing.count("not measured yet") == 13
+    two = {"float32, layers, kept": {"weights": 2e-7}, "float32, optimizer": {"error": "RuntimeError: no"}, "exit": 1}
+    two["engine, layers, kept"] = {"equal_on_ranks": True}
+    ratios = {"layers, kept over one process, 0.6B": 1.034, "torchrun over plain, 0.6B": 1.026}
     stored = {
         "parts": {
             "nccl": {"takes_two": False, "date": "2026-11-19"},
             "two": two,
             "torchrun 0.6B": {},
-            "torchrun 1.7B": {"errors": {"layers": "OutOfMemoryError: full"}},
+            "torchrun 1.7B": {"errors": {"layers, kept": "OutOfMemoryError: full"}},
         },
         "ratios": ratios,
         "date": "2026-11-20",
@@ -100,11 +109,12 @@ def test_the_page_tells_what_was_measured_and_what_was_not() -> None:
     told = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
     assert "| within 2 % | +2.6 %, more than wanted | 2026-11-20, H200 |" in lines[3]
     assert "| within 5 % | +3.4 % |" in lines[4]
-    assert "failed: OutOfMemoryError: full" in told["FSDP2 on one rank, 1.7B, over the same run without"]
+    kept = "FSDP2 on one rank, 1.7B, layers and gradients kept during updates, over the same run without"
+    assert "failed: OutOfMemoryError: full" in told[kept]
     assert "refuses them | 2026-11-19, H200 |" in told["NCCL with two processes on one GPU"]
-    assert [line.split(" | ")[2] for line in lines[7:]] == [
-        "failed: RuntimeError: no",
-        "failed: exit code 1",
-        "2.0e-07",
-        "equal",
+    failed = "failed: exit code 1"
+    assert [line.split(" | ")[2] for line in lines[9:]] == [
+        *("failed: RuntimeError: no", failed),
+        *("2.0e-07", "equal"),
+        *(failed, failed),
     ]

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from legato.capacity.memory import demand_of
+from legato.capacity.planning import plan_setup
 from legato.training.memory.model import Demand
-from legato.training.memory.sharding import Sharding
+from legato.training.memory.sharding import KEPT, Sharding
 from tests.capacity.setups import model, setup
 
 NAMES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-14b", "qwen3-30b-a3b")
@@ -67,11 +68,44 @@ def test_whole_layers_are_held_while_they_are_gathered() -> None:
     assert demand("qwen3-8b", sharding=Sharding(way="optimizer", ranks=8)).memory(checkpointing=False).gathered == 0
 
 
+def test_whole_layers_and_their_gradients_are_counted_where_they_are_kept() -> None:
+    qwen, ranks = model("qwen3-8b"), 8
+    outside = 2 * 151936 * 4096 + 4096
+    inside, layer = qwen.parameters - outside, qwen.shape.layer_parameters(sparse=False)
+    nothing, weights, gradients = (
+        demand("qwen3-8b", sharding=Sharding(way="layers", ranks=ranks, kept=kept)).memory(checkpointing=False)
+        for kept in KEPT
+    )
+    # Of the gradients one layer and its copy are whole, or all layers.
+    assert weights.gathered == 2 * inside + 2 * 4 * layer and weights.gradients == nothing.gradients
+    assert gradients.gathered == 2 * inside and gradients.gradients == 4 * qwen.parameters
+    assert nothing.weights == weights.weights == gradients.weights
+    # Adapters alone have gradients: keeping theirs is keeping the weights.
+    adapted = [
+        demand("qwen3-8b", adapter_rank=16, sharding=Sharding(way="layers", ranks=ranks, kept=kept))
+        for kept in ("weights", "gradients")
+    ]
+    assert adapted[0].memory(checkpointing=False).gradients == adapted[1].memory(checkpointing=False).gradients
+
+
+def test_a_plan_keeps_what_a_run_would_and_says_so() -> None:
+    option = "training.shard=layers"
+    small, large = plan_setup(setup("qwen3-1.7b", 8, option)), plan_setup(setup("qwen3-8b", 8, option))
+    assert small.need.kept == "gradients" and large.need.kept == "weights"
+    assert large.need.memory.gathered > 2 * 6_900_000_000 and large.fits
+    assert any("training.keep_layers = 'weights'" in line for line in large.remarks())
+    least = plan_setup(setup("qwen3-8b", 8, option, "training.keep_layers=nothing"))
+    assert least.need.kept == "nothing" and least.need.memory.total < large.need.memory.total
+    forced = plan_setup(setup("qwen3-8b", 8, option, "training.keep_layers=gradients"))
+    assert forced.need.kept == "gradients" and not forced.times.traffic.overlapping
+    assert plan_setup(setup("qwen3-8b", 8)).need.kept == "nothing", "weights that are whole need no keeping"
+
+
 def test_an_offloaded_optimizer_is_divided_too() -> None:
     away = demand("qwen3-8b", offload=True, sharding=Sharding(way="optimizer", ranks=8)).memory(checkpointing=False)
-    # Masters and moments of an eighth, and the gradients of a few at a time: the embedding is larger than a gigabyte.
+    # Masters and moments of an eighth, and gradients and weights of a few at a time: the embedding is more than a gigabyte.
     qwen = model("qwen3-8b")
-    assert away.host == pytest.approx(12 * qwen.parameters / 8 + 4 * 151936 * 4096, rel=1e-6)
+    assert away.host == pytest.approx(12 * qwen.parameters / 8 + (4 + 2) * 151936 * 4096, rel=1e-6)
     assert (away.masters, away.moments) == (0, 0)
 
 
@@ -99,3 +133,5 @@ def test_a_way_or_a_number_of_ranks_that_does_not_exist_is_refused() -> None:
         Sharding(way="zero")
     with pytest.raises(ValueError, match="at least one rank"):
         Sharding(ranks=0)
+    with pytest.raises(ValueError, match="expected one of nothing, weights, gradients, got 'all'"):
+        Sharding(kept="all")

@@ -117,10 +117,21 @@ def test_the_traffic_of_both_ways_by_hand() -> None:
     packs = 7 * 8 * inside + 5 * 2 * inside
     assert by_layers.bytes == pytest.approx(63 / 64 * (packs + 4 * 6 * outside + 2 * inside))
     assert by_layers.overlapping == pytest.approx(63 / 64 * packs / 400e9)
+    # Kept weights are gathered at the start and after 4 updates; kept gradients are added up once an update.
+    whole = {kept: traffic_of(layers, scoring_packs=5, training_packs=7, kept=kept) for kept in ("weights", "gradients")}
+    once = 4 * 6 * outside + 2 * inside + 5 * 2 * inside
+    assert whole["weights"].bytes == pytest.approx(63 / 64 * (7 * 4 * inside + once))
+    assert whole["weights"].overlapping == pytest.approx(63 / 64 * 7 * 4 * inside / 400e9)
+    assert (
+        whole["gradients"].bytes == pytest.approx(63 / 64 * (4 * 4 * inside + once)) and not whole["gradients"].overlapping
+    )
     elsewhere = traffic_of(replace(layers, servers=True), scoring_packs=5, training_packs=7)
     assert by_layers.bytes - elsewhere.bytes == pytest.approx(63 / 64 * 2 * inside)
     adapters = traffic_of(setup("qwen3-8b", 8, "policy.lora.rank=16"), scoring_packs=5, training_packs=7)
     assert adapters.bytes == pytest.approx(7 / 8 * 4 * 8 * model("qwen3-8b").shape.adapters(16))
+    # Adapters of divided layers are whole on every rank, and exchanged once an update.
+    both = traffic_of(setup("qwen3-8b", 8, "policy.lora.rank=16", shard="layers"), scoring_packs=5, training_packs=7)
+    assert both.bytes - adapters.bytes == pytest.approx(7 / 8 * inside * (7 * 4 + 5 * 2 + 2))
     assert traffic_of(setup(), scoring_packs=5, training_packs=7).bytes == 0
 
 

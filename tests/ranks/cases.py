@@ -70,11 +70,7 @@ def in_float64() -> Iterator[None]:
 
 
 def build(options: dict[str, Any], world: World) -> Trainer:
-    """The trainer of a small run. `kept` among the options: what divided layers keep whole, whatever memory there is."""
-    options = dict(options)
-    if (kept := options.pop("kept", None)) is not None:
-        with patch("legato.run.memory.decide_kept", lambda *_: kept):
-            return build(options, world)
+    """The trainer of a small run."""
     resolved, given = load([], (), {**SMALL, **options}), wire.PythonObjects()
     seed_generators(0)
     policy, source = wire.policy_of(resolved, given), wire.source_of(resolved.config, given)
@@ -97,8 +93,7 @@ def compare(world: World, options: dict[str, Any], steps: int = 2) -> dict[str, 
         weights = {name: whole(weight) for name, weight in ranked.policy.parameters().items()}
         if world.rank:
             return {"packs": []}
-        own = {path: value for path, value in options.items() if path not in ("training.shard", "kept")}
-        alone = build(own, OneProcess())
+        alone = build({path: value for path, value in options.items() if path != "training.shard"}, OneProcess())
         expected = [alone.step(100) for _ in range(steps)]
     rows = zip(reports, expected, strict=True)
     return {
@@ -138,6 +133,42 @@ def one_update_in_float32(world: World, shard: str) -> float:
     alone = build({**options, "training.shard": "optimizer"}, OneProcess())
     alone.step()
     return max(float((weights[name] - p.detach()).abs().max()) for name, p in alone.policy.parameters().items())
+
+
+def norm_in_bfloat16(world: World, keep: str) -> list[float]:
+    """The norms of the gradient of divided layers and of one process, in bfloat16; gradients are float32."""
+    options = {"policy.dtype": "bfloat16", "training.updates_per_step": 1, "algorithm": "grpo"}
+    ranked = build({**options, "training.shard": "layers", "training.keep_layers": keep}, world)
+    norm = ranked.step().metrics["gradient/norm"]
+    return [float(norm), float(build(options, OneProcess()).step().metrics["gradient/norm"])]
+
+
+def kept_during_a_step(world: World, keep: str) -> dict[str, Any]:
+    """Whether layers are whole inside a step and divided after it, also after an error on all ranks."""
+    from torch.distributed.tensor import DTensor
+
+    trainer = build({"algorithm": "grpo", "training.shard": "layers", "training.keep_layers": keep}, world)
+    counts: list[list[int]] = []
+
+    def count() -> list[int]:
+        weights = [weight for name, weight in trainer.policy.model.named_parameters() if ".layers." in name]
+        return [sum(isinstance(weight, DTensor) for weight in weights), len(weights)]
+
+    def look(_: Any) -> None:
+        counts.append(count())
+        raise ValueError("an error in an update")
+
+    trainer.step()
+    after = [count()]
+    trainer.look = look
+    try:
+        trainer.step()
+    except ValueError:
+        after.append(count())
+    trainer.look = None
+    exchanges = trainer.policy.exchanges
+    gradients = [weight.grad is not None for weight in trainer.policy.model.parameters() if isinstance(weight, DTensor)]
+    return {"inside": counts[0], "after": after, "exchanges": exchanges, "gradients": any(gradients)}
 
 
 def mutated(world: World, mutation: str) -> dict[str, Any]:

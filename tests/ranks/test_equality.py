@@ -6,13 +6,18 @@ from typing import Any
 import pytest
 
 from legato.config.names import ALGORITHMS
+from legato.training.memory.sharding import KEPT
 from tests.ranks.world import once, run_world
 
 MOE = {"policy.model": "tiny-moe", "policy.tiny.experts": 4}
 EXTRA: dict[str, dict[str, Any]] = {
     "fspo": {"algorithm.objective.trust.log-clip.log_low": 0.05, "algorithm.objective.trust.log-clip.log_high": 0.06},
     "rspo": MOE,
-    "turn-gspo": {"task.environment": "examples/second_guess.py:SecondGuess", "rollouts.max_response_tokens": 16},
+    "turn-gspo": {
+        "task.environment": "examples/second_guess.py:SecondGuess",
+        "task.train_on_cut": True,  # an untrained model never ends a turn in time
+        "rollouts.max_response_tokens": 16,
+    },
 }
 QUICK: dict[str, dict[str, Any]] = {
     "gspo": {"algorithm": "gspo"},
@@ -62,7 +67,9 @@ MORE: dict[str, dict[str, Any]] = {
     "history": {"algorithm": "srpo", "task.resampling": "history"},
 }
 SHARDS = ("optimizer", "layers")
-KEEPING = {f"layers, {kept} kept": {"training.shard": "layers", "kept": kept} for kept in ("nothing", "weights")}
+KEEPING = {
+    f"layers, {kept} kept": {"training.shard": "layers", "training.keep_layers": kept} for kept in ("nothing", "weights")
+}
 """The least that divided layers may keep whole during updates. `layers` keeps weights and gradients: there is memory."""
 FIRST = [(name, "optimizer") for name in QUICK]
 FIRST += [(name, "layers") for name in ("uneven", "an empty share", "two passes and a reference")]
@@ -88,6 +95,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         steps = 2 if name in ("an empty share", "ahead") else 1
         calls[f"{name}, {shard}"] = ("compare", {"options": {**QUICK[name], **shard_options(shard)}, "steps": steps})
     calls |= {f"float32, {shard}": ("one_update_in_float32", {"shard": shard}) for shard in SHARDS}
+    calls |= {f"bfloat16, {keep}": ("norm_in_bfloat16", {"keep": keep}) for keep in KEPT}
+    calls |= {f"whole, {keep}": ("kept_during_a_step", {"keep": keep}) for keep in KEPT[1:]}
     calls |= {mutation: ("mutated", {"mutation": mutation}) for mutation in MUTATIONS}
     calls |= {"failing rank": ("failing_rank", {}), "apart": ("apart", {}), "pieces": ("pieces", {})}
     calls |= {"not a number": ("not_a_number", {}), "full disk": ("full_disk", {}), "gathered": ("gathered", {})}
@@ -132,12 +141,14 @@ def test_two_processes_train_as_one(world: dict[str, Any], name: str, shard: str
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(1300)  # with the world that the first of them starts
 @pytest.mark.parametrize(("name", "shard"), FULL)
 def test_every_algorithm_and_setting_trains_as_on_one_process(all_algorithms: dict[str, Any], name: str, shard: str) -> None:
     check(all_algorithms[f"{name}, {shard}"][0])
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(1300)  # with the world that the first of them starts
 @pytest.mark.parametrize(("name", "size", "shard"), UNEVEN)
 def test_three_and_four_processes_train_as_one(larger_worlds: dict[str, Any], name: str, size: int, shard: str) -> None:
     check(larger_worlds[f"{name}, {size}, {shard}"][0])
@@ -146,6 +157,22 @@ def test_three_and_four_processes_train_as_one(larger_worlds: dict[str, Any], na
 @pytest.mark.parametrize("shard", SHARDS)
 def test_one_update_in_float32_is_that_of_one_process(world: dict[str, Any], shard: str) -> None:
     assert 0 < world[f"float32, {shard}"][0] < 1e-6
+
+
+@pytest.mark.parametrize("keep", KEPT)
+def test_gradients_of_16_bit_layers_are_not_lost(world: dict[str, Any], keep: str) -> None:
+    """Autograd makes them in float32 and FSDP2 leaves them where they are added up."""
+    for norm, alone in world[f"bfloat16, {keep}"]:
+        assert norm == pytest.approx(alone, rel=0.02) and norm > 0
+
+
+@pytest.mark.parametrize("keep", KEPT[1:])
+def test_layers_are_whole_inside_a_step_only(world: dict[str, Any], keep: str) -> None:
+    for told in world[f"whole, {keep}"]:
+        (inside, count), after = told["inside"], told["after"]
+        assert inside == 0 and count > 10
+        assert after == [[count, count]] * 2, "an error inside the step divides them again"
+        assert told["exchanges"]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
@@ -178,6 +205,7 @@ def test_divided_weights_are_gathered_whole(world: dict[str, Any]) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(1300)  # with the world that the first of them starts
 @pytest.mark.parametrize("size", [3, 4])
 def test_weights_that_do_not_divide_evenly_are_gathered_whole(larger_worlds: dict[str, Any], size: int) -> None:
     assert all(told["same"] and told["divided"] > 10 for told in larger_worlds[f"gathered, {size}"])

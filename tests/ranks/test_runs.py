@@ -122,14 +122,16 @@ def test_a_run_goes_on_with_any_number_of_ranks_and_either_way_of_dividing(tmp_p
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shard", ["optimizer", "layers"])
+@pytest.mark.parametrize(("shard", "keep"), [("optimizer", "auto"), ("layers", "auto"), ("layers", "nothing")])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, victim: int, shard: str) -> None:
+def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(
+    tmp_path: Path, victim: int, shard: str, keep: str
+) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):
         folder.mkdir()
-    train(straight, training__steps=5, training__shard=shard)
-    options = {**SMALL, "output.name": "run", "training.steps": 5, "training.shard": shard}
+    train(straight, training__steps=5, training__shard=shard, training__keep_layers=keep)
+    options = {**SMALL, "output.name": "run", "training.steps": 5, "training.shard": shard, "training.keep_layers": keep}
     process = start(killed, "train", *words_of(options))
     wait_for(killed / "runs/run/checkpoints/step-000002", process)
     began = time.monotonic()
@@ -255,6 +257,7 @@ import os
 from contextlib import contextmanager
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from legato.policy.policy import Policy
 from tests.proof.verdicts import early
@@ -262,15 +265,29 @@ from tests.proof.verdicts import early
 run_body = Policy._run_body
 
 
+def is_due():
+    return os.environ["RANK"] == "1" and os.path.exists("runs/run/checkpoints/step-000002")
+
+
 @contextmanager
 def fail_on_rank_1(self, packed):
-    if os.environ["RANK"] == "1" and torch.is_grad_enabled() and os.path.exists("runs/run/checkpoints/step-000002"):
+    if os.environ["WHERE"] == "pass" and torch.is_grad_enabled() and is_due():
         raise torch.OutOfMemoryError("CUDA out of memory")
     with run_body(self, packed) as hidden:
         yield hidden
 
 
 Policy._run_body = fail_on_rank_1
+unshard = FSDPModule.unshard
+
+
+def fail_to_gather(self, *arguments, **options):
+    if os.environ["WHERE"] == "gathering" and self.layer_idx == 1 and is_due():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return unshard(self, *arguments, **options)
+
+
+FSDPModule.unshard = fail_to_gather
 
 
 def score(rollout):
@@ -279,19 +296,30 @@ def score(rollout):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shard", ["optimizer", "layers"])
-def test_out_of_memory_on_one_rank_ends_all_and_is_told_by_rank_0(tmp_path: Path, shard: str) -> None:
-    """With divided layers the other rank waits inside the pass, where no message reaches it."""
+@pytest.mark.parametrize(
+    ("shard", "keep", "where"),
+    [
+        ("optimizer", "auto", "pass"),
+        ("layers", "nothing", "pass"),
+        ("layers", "gradients", "pass"),
+        ("layers", "gradients", "gathering"),
+    ],
+)
+def test_out_of_memory_on_one_rank_ends_all_and_is_told_by_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: str, keep: str, where: str
+) -> None:
+    """While layers are exchanged the other rank waits where no message reaches it."""
     (tmp_path / "broken.py").write_text(_OUT_OF_MEMORY)
+    monkeypatch.setenv("WHERE", where)
     changes: dict[str, Any] = {"training__steps": 200, "training__shard": shard, "reward__kind": "broken.py:score"}
-    output = train(tmp_path, code=1, **changes)
+    output = train(tmp_path, code=1, training__keep_layers=keep, **changes)
     assert output.count("legato: rank 1: OutOfMemoryError: CUDA out of memory") == 1
     assert "a fault of ours on rank 1; please send us" in output and "hangs" not in output
     steps = [each["step"] for each in records(tmp_path) if each["kind"] == "step"]
     saved = max(int(path.name[-6:]) for path in (tmp_path / "runs/run/checkpoints").glob("step-*"))
     assert f"the state after step {saved} is saved: resume with" in output
     # Where the ranks can still meet, the last finished step is saved; else the newest checkpoint is the last whole one.
-    assert saved == steps[-1] if shard == "optimizer" else saved >= 2
+    assert saved == steps[-1] if where == "pass" and keep != "nothing" else saved >= 2
 
 
 @pytest.mark.ranks

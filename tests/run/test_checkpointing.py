@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen3Config
 
 from legato.config.load import load
+from legato.core.world import OneProcess
 from legato.errors import InputError
 from legato.policy.model.load import load_policy, recompute_layers
 from legato.run import memory
@@ -19,6 +20,7 @@ from legato.training.memory.available import available
 from legato.training.memory.fit import least_bytes
 from legato.training.memory.model import Demand, Memory
 from legato.training.memory.shape import Shape
+from legato.training.memory.sharding import KEPT
 from tests.proof.pages import numbers
 from tests.proof.runs import SMALL, Listener, cut_run, differences, outcome, records, run_small
 
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("lightly")
 
 def set_available_memory(patch: pytest.MonkeyPatch, size: int | None) -> None:
     """Pretend that the machine has `size` bytes of memory; None: unknown."""
-    patch.setattr(memory, "available", lambda device: size)
+    patch.setattr(memory, "available", lambda device, processes=1: size if size is None else size // processes)
 
 
 def decide(options: dict[str, Any] | None = None) -> tuple[bool, list[str]]:
@@ -237,6 +239,7 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert available(CPU) == whole
     limit.write_text("123456789\n")
     assert available(CPU) == 123456789
+    assert available(CPU, 4) == 123456789 // 4, "the processes of a run on one machine share it"
 
 
 def test_loading_a_policy_alone_decides_nothing() -> None:
@@ -250,3 +253,65 @@ def test_checkpointing_takes_the_name_that_the_installed_transformers_has() -> N
     policy.model.activation_checkpointing_enable = lambda **arguments: calls.append(arguments)
     recompute_layers(policy)
     assert calls == [{"activation_checkpointing_kwargs": {"use_reentrant": False}}]
+
+
+class Ranks(OneProcess):
+    """Two ranks, of which the other chooses `other`."""
+
+    size = 2
+
+    def __init__(self, other: int = 0) -> None:
+        self.other = other
+
+    def agree(self, choice: int) -> int:
+        return max(choice, self.other)
+
+
+def decide_kept(size: int | None, other: int = 0, **options: Any) -> tuple[str, str]:
+    """What divided layers keep whole where this rank has `size` bytes, and the note about it."""
+    resolved = load([], (), {**SMALL, "training.shard": "layers", **options})
+    policy = policy_of(resolved, PythonObjects())
+    with pytest.MonkeyPatch.context() as patch:
+        set_available_memory(patch, size)
+        kept = memory.decide_kept(resolved, policy, Ranks(other))
+    return kept, policy.notes[-1]
+
+
+def test_divided_layers_are_kept_as_far_as_there_is_memory() -> None:
+    resolved = load([], (), {**SMALL, **LARGE, "training.shard": "layers"})
+    demand = memory.demand_of(resolved, policy_of(resolved, PythonObjects()), 2)
+    needed = {
+        kept: replace(demand, sharding=replace(demand.sharding, kept=kept)).memory(checkpointing=False).total
+        for kept in KEPT
+    }
+    assert needed["nothing"] < needed["weights"] < needed["gradients"]
+    for kept in KEPT:
+        assert decide_kept(needed[kept], **LARGE)[0] == kept
+    assert decide_kept(needed["gradients"] - 1, **LARGE)[0] == "weights" and decide_kept(1)[0] == "nothing"
+    assert decide_kept(None)[0] == "nothing", "nothing is kept where the system does not tell"
+
+
+def test_the_rank_with_the_least_memory_decides_what_is_kept() -> None:
+    assert decide_kept(10**12)[0] == "gradients"
+    assert decide_kept(10**12, 1)[0] == "weights" and decide_kept(10**12, 2)[0] == "nothing"
+
+
+def test_what_is_kept_may_be_chosen_and_is_told() -> None:
+    kept, note = decide_kept(10**12, **{"training.keep_layers": "weights"})
+    assert kept == "weights" and "training.keep_layers = 'weights'" in note
+    assert decide_kept(1, **{"training.keep_layers": "gradients"})[0] == "gradients"
+    _, note = decide_kept(10**12, **{"policy.lora.rank": 2})
+    assert "layers stay gathered" in note and "gradients stay" not in note, "adapters alone have gradients"
+    resolved = load([], (), {**SMALL, "training.shard": "layers", "training.keep_layers": "gradients"})
+    assert memory.demand_of(resolved, policy_of(resolved, PythonObjects()), 2).sharding.kept == "gradients"
+
+
+def test_recomputed_layers_leave_room_to_keep_more() -> None:
+    resolved = load([], (), {**SMALL, **LARGE, "training.shard": "layers"})
+    policy = policy_of(resolved, PythonObjects())
+    demand = memory.demand_of(resolved, policy, 2)
+    whole = replace(demand, sharding=replace(demand.sharding, kept="gradients"))
+    enough = whole.memory(checkpointing=True).total
+    assert enough < whole.memory(checkpointing=False).total
+    assert decide_kept(enough, **LARGE)[0] != "gradients"
+    assert decide_kept(enough, **LARGE, **{"policy.gradient_checkpointing": True})[0] == "gradients"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from legato.training import optimizer as module
 from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
 
 TOTAL = 12
@@ -78,6 +79,26 @@ def test_masters_on_the_host_change_no_bit() -> None:
             set_gradients(parameters, gradients(step))
             optimizer.step()
     assert equal(here, there)
+
+
+def test_offloaded_masters_of_several_dtypes_pass_through_one_buffer_each() -> None:
+    """Divided layers are float32 beside 16-bit weights; a batch may be smaller than the one before."""
+    here, there = ({**weights(torch.bfloat16), "exact": nn.Parameter(torch.ones(3, 5))} for _ in range(2))
+    near, far = make_optimizer(here), make_optimizer(there, offload_optimizer=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "OFFLOADED_TOGETHER", 20)
+        for step in range(3):
+            values = {**gradients(step, torch.bfloat16), "exact": torch.full((3, 5), 0.1 * step)}
+            for parameters, optimizer in ((here, near), (there, far)):
+                set_gradients(parameters, {name: value.clone() for name, value in values.items()})
+                optimizer.step()
+        assert len(far._batches()) > 1
+    assert equal(here, there)
+    largest = max(sum(far.masters[name].numel() for name in names) for names in far._batches())
+    assert {dtype: len(buffer) <= largest for dtype, buffer in far._buffers.items()} == {
+        torch.float32: True,
+        torch.bfloat16: True,
+    }
 
 
 def test_weights_keep_their_address() -> None:

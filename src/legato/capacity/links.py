@@ -5,7 +5,11 @@ With N ranks each rank receives (N - 1) / N of a buffer that all gather or reduc
     "optimizer"   each update: float32 gradients are reduced, 16-bit weights are gathered, once all packs are done
     "layers"      each pack: the layers' weights are gathered for the forward and again for the backward, their float32
                   gradients are reduced, while other layers are computed; a scoring pack gathers the weights once. The
-                  embedding and the head are exchanged as in "optimizer", and a local engine gathers the layers once a step
+                  embedding, the head and adapters are exchanged as in "optimizer", and a local engine gathers the layers
+                  once a step
+      weights kept      the layers' weights are gathered once a step and after each update, which nothing hides; gradients
+                        are reduced in each pack
+      gradients kept    the same, and gradients are reduced once an update, as in "optimizer"
 
 Only the trained weights have gradients: with adapters, these are few.
 """
@@ -13,6 +17,7 @@ Only the trained weights have gradients: with adapters, these are few.
 from dataclasses import dataclass
 
 from legato.capacity.setup import Setup
+from legato.training.memory.sharding import KEPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +42,8 @@ class Traffic:
         return f"{self.bytes / 1e9:,.1f} GB at {self.bus / 1e9:.0f} GB/s{covered}"
 
 
-def traffic_of(setup: Setup, *, scoring_packs: int, training_packs: int) -> Traffic:
-    """The exchanges of a step with so many packs on each rank."""
+def traffic_of(setup: Setup, *, scoring_packs: int, training_packs: int, kept: str = KEPT[0]) -> Traffic:
+    """The exchanges of a step with so many packs on each rank; `kept`: what is held whole of divided layers."""
     bus = setup.hardware.bus(setup.gpus)
     if setup.gpus == 1 or setup.shard == "none":
         return Traffic(bytes=0.0, bus=bus, overlapping=0.0)
@@ -47,12 +52,14 @@ def traffic_of(setup: Setup, *, scoring_packs: int, training_packs: int) -> Traf
     outside = shape.parameters_outside
     inside = setup.model.parameters - outside
     adapters = shape.adapters(setup.lora_rank) if setup.lora_rank else 0
-    trained_inside, trained_outside = (adapters, 0) if adapters else (inside, outside)
-    # Adapters are float32, and so is what is gathered of them.
-    written = 4 if adapters else setup.size
+    # Trained weights in layers, trained weights that every rank has whole, and the bytes in which they are gathered.
+    in_layers, rest, written = (0, adapters, 4) if adapters else (inside, outside, setup.size)
     if setup.shard == "optimizer":
-        moved = steps * (trained_inside + trained_outside) * (4 + written)
-        return Traffic(bytes=received * moved, bus=bus, overlapping=0.0)
-    by_pack = training_packs * (2 * setup.size * inside + 4 * trained_inside) + scoring_packs * setup.size * inside
-    after = steps * trained_outside * (4 + written) + (0 if setup.servers else setup.size * inside)
+        return Traffic(bytes=received * steps * (in_layers + rest) * (4 + written), bus=bus, overlapping=0.0)
+    after = steps * rest * (4 + written) + (0 if setup.servers else setup.size * inside)
+    if kept == "nothing":
+        by_pack = training_packs * (2 * setup.size * inside + 4 * in_layers) + scoring_packs * setup.size * inside
+    else:
+        by_pack = training_packs * 4 * in_layers if kept == "weights" else 0
+        after += setup.size * inside + steps * in_layers * (setup.size + (4 if kept == "gradients" else 0))
     return Traffic(bytes=received * (by_pack + after), bus=bus, overlapping=received * by_pack / bus)

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from legato.capacity.setup import Setup
+from legato.training.memory.fit import most_kept
 from legato.training.memory.model import Demand, Memory
-from legato.training.memory.sharding import Sharding
+from legato.training.memory.sharding import KEPT, Sharding
 
 LOGITS_AT_ONCE = 5 * 2**27
 """Logits that exist together on a GPU: `Policy.tokens_at_once` there, by tests/capacity/test_memory.py."""
@@ -21,6 +22,8 @@ class Need:
     """Rows that the engine decodes together."""
     wanted_slots: int
     """Rows that it would decode together if keys and values had more room."""
+    kept: str = KEPT[0]
+    """With divided layers: what is held whole during updates."""
 
     @property
     def fits(self) -> bool:
@@ -32,20 +35,25 @@ class Need:
 
 
 def need_of(setup: Setup) -> Need:
-    """The memory of a setup. Where checkpointing is not decided, it is on if activations do not fit without it."""
+    """The memory of a setup. Where checkpointing is not decided, it is on if activations do not fit without it.
+
+    Then divided layers are kept whole as far as there is memory.
+    """
     wanted, slots = decoded_rows(setup)
-    demand = demand_of(setup, slots)
+    chosen = KEPT[0] if setup.keep_layers == "auto" else setup.keep_layers
+
+    def need(checkpointing: bool, kept: str) -> Need:
+        memory = demand_of(setup, slots, kept).memory(checkpointing=checkpointing)
+        return Need(memory=memory, available=setup.hardware.memory, slots=slots, wanted_slots=wanted, kept=kept)
+
     choices = (False, True) if setup.checkpointing is None else (setup.checkpointing,)
-    needs = [
-        Need(
-            memory=demand.memory(checkpointing=checkpointing),
-            available=setup.hardware.memory,
-            slots=slots,
-            wanted_slots=wanted,
-        )
-        for checkpointing in choices
-    ]
-    return next((need for need in needs if need.fits), needs[-1])
+    needs = [need(checkpointing, chosen) for checkpointing in choices]
+    first = next((each for each in needs if each.fits), needs[-1])
+    if setup.shard != "layers" or setup.keep_layers != "auto" or not first.fits:
+        return first
+    # As a run decides it (`run/memory.py`): with the gradients of several packs, and all rows that the engine would decode.
+    largest = replace(demand_of(setup, wanted), several_packs=True)
+    return need(first.checkpointing, most_kept(largest, setup.hardware.memory, checkpointing=first.checkpointing))
 
 
 def decoded_rows(setup: Setup) -> tuple[int, int]:
@@ -69,8 +77,11 @@ def cached_tokens_per_row(setup: Setup) -> int:
     return -(-setup.prompt_tokens // 64) * 64 + setup.response_tokens
 
 
-def demand_of(setup: Setup, slots: int) -> Demand:
-    """The memory demand of a setup whose engine decodes `slots` rows together; 0: it has no KV cache."""
+def demand_of(setup: Setup, slots: int, kept: str = KEPT[0]) -> Demand:
+    """The memory demand of a setup whose engine decodes `slots` rows together; 0: it has no KV cache.
+
+    `kept`: what is held whole of divided layers.
+    """
     model = setup.model
     group = setup.prompt_tokens + setup.samples * setup.response_tokens
     update = setup.groups_per_update * group
@@ -101,7 +112,7 @@ def demand_of(setup: Setup, slots: int) -> Demand:
         longest=setup.longest,
         several_packs=update > tokens,
         step_cells=setup.prompts * setup.samples * setup.response_tokens,
-        sharding=Sharding(way=setup.shard, ranks=setup.gpus, resident=not setup.servers),
+        sharding=Sharding(way=setup.shard, ranks=setup.gpus, resident=not setup.servers, kept=kept),
         **_routes(setup),
     )
 

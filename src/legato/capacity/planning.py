@@ -6,6 +6,7 @@ from legato.capacity.measured import Result, measured
 from legato.capacity.memory import Need, need_of
 from legato.capacity.setup import Setup
 from legato.capacity.times import Times, times_of
+from legato.training.memory.sharding import describe_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class Plan:
         if setup.hardware.figures != "measured":
             lines.append(f"{setup.hardware.name} was not measured: its data sheet, times the shares that the H200 reached")
         if setup.shard == "layers":
+            lines.append(describe_kept(need.kept, adapters=setup.lora_rank > 0))
             lines.append("sharded layers were not measured on several GPUs; what FSDP2 itself costs is not counted")
         return lines
 

@@ -74,6 +74,7 @@ def calculated_record(plan: Plan) -> dict[str, Any]:
         "host_bytes": need.memory.host,
         "rows_at_once": need.slots,
         "checkpointing": need.checkpointing,
+        **({"keep_layers": need.kept} if plan.setup.shard == "layers" else {}),
         "phases": [asdict(phase) for phase in times.phases],
         "step_seconds": times.step,
         "tokens_per_second": plan.tokens_per_second,

@@ -48,6 +48,8 @@ class Setup:
     eight_bit: bool = False
     offload: bool = False
     shard: str = _LONE
+    keep_layers: str = "auto"
+    """With `shard` = "layers": what a GPU holds whole during updates, one of `KEPT`; "auto": the most that fits."""
     servers: bool = False
     """Whether responses are sampled on other machines."""
     reference: bool = False
@@ -153,6 +155,7 @@ def setup_of(
         eight_bit=training.optimizer == "adamw-8bit",
         offload=training.offload_optimizer,
         shard=wanted if gpus > 1 else _LONE,
+        keep_layers=training.keep_layers,
         servers=rollouts.engine != "local",
         reference=needs_reference(algorithm),
         value_head=value_head,

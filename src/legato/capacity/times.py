@@ -50,7 +50,7 @@ class Times:
 def times_of(setup: Setup, need: Need) -> Times:
     """The time of a step of a setup whose memory is `need`."""
     scoring, training = _scoring(setup), _training(setup, need)
-    traffic = traffic_of(setup, scoring_packs=scoring.packs, training_packs=training.packs)
+    traffic = traffic_of(setup, scoring_packs=scoring.packs, training_packs=training.packs, kept=need.kept)
     hidden = min(traffic.overlapping, scoring.seconds + training.seconds)
     exposed = traffic.seconds - hidden
     phases = [

@@ -4,7 +4,8 @@ Two rules keep ranks together. Tables, plans and states are equal on all ranks. 
 memory or measurements goes through `agree`: no rank decides it alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -77,3 +78,16 @@ def on_first_rank(world: World, function: Callable[[], Any]) -> Any:
 def wait_for_all(world: World) -> None:
     """Return when every rank has come here."""
     world.agree(0)
+
+
+@contextmanager
+def others_waiting() -> Iterator[None]:
+    """Mark errors raised inside: the other ranks wait for tensors of this one, where no message reaches them.
+
+    `World.fail` then ends them instead of telling them.
+    """
+    try:
+        yield
+    except Exception as error:
+        error.others_wait = True  # type: ignore[attr-defined]
+        raise

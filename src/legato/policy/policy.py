@@ -8,7 +8,7 @@ with policy.accumulate_gradient(texts, rows) as forward:                the body
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from legato.core.outcome import Coefficients
 from legato.core.shapes import PerToken
 from legato.core.texts import Texts
+from legato.core.world import others_waiting
 from legato.errors import InputError
 from legato.policy.experts.routers import Routers, find_routers
 from legato.policy.experts.routing import Cells, Directions, Routed, Tap, Traffic
@@ -280,13 +281,8 @@ class Policy:
     @contextmanager
     def _hidden_states(self, packed: Pack) -> Iterator[Tensor]:
         """[K, N]: the last hidden state at the tokens whose logits are read. Errors of a pass over divided layers say so."""
-        try:
-            with self._run_body(packed) as hidden:
-                yield hidden
-        except Exception as error:
-            # Other ranks are waiting for this one inside the pass (`ProcessGroup.fail`).
-            error.in_divided_pass = self.exchanges  # type: ignore[attr-defined]
-            raise
+        with others_waiting() if self.exchanges else nullcontext(), self._run_body(packed) as hidden:
+            yield hidden
 
     @contextmanager
     def _run_body(self, packed: Pack) -> Iterator[Tensor]:

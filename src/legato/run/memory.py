@@ -1,6 +1,5 @@
 """Estimates the memory of a run, and decides `policy.gradient_checkpointing = "auto"` from it."""
 
-from dataclasses import replace
 from typing import Any
 
 from legato.config.resolved import Resolved
@@ -11,10 +10,11 @@ from legato.policy.policy import Policy
 from legato.rollouts.registry import is_remote
 from legato.run import wire
 from legato.training.memory.available import available
-from legato.training.memory.fit import Fit, fit, refuse_if_too_large
+from legato.training.memory.fit import Fit, fit, most_kept, refuse_if_too_large
 from legato.training.memory.model import Demand, gigabytes
 from legato.training.memory.shape import Shape
-from legato.training.memory.sharding import KEPT, Sharding
+from legato.training.memory.sharding import KEPT, Sharding, describe_kept
+from legato.training.ranks.join import read_launch
 
 
 def demand_of(resolved: Resolved, policy: Policy, ranks: int = 1) -> Demand:
@@ -57,7 +57,12 @@ def demand_of(resolved: Resolved, policy: Policy, ranks: int = 1) -> Demand:
         tables=policy.packing and (not half or scores),
         scores=scores,
         fused=policy.trains_fused,
-        sharding=Sharding(way=training.shard if ranks > 1 else "none", ranks=ranks, resident=not remote),
+        sharding=Sharding(
+            way=training.shard if ranks > 1 else "none",
+            ranks=ranks,
+            resident=not remote,
+            kept=KEPT[0] if training.keep_layers == "auto" else training.keep_layers,
+        ),
         sharing=(prompt + each * (prompt + response)) / group,
         longest=prompt + response,
         **_routes(resolved, policy),
@@ -87,7 +92,7 @@ def decide_checkpointing(resolved: Resolved, policy: Policy, world: World | None
     The decision and its reason are added to the policy's notes.
     """
     auto = resolved.config.policy.gradient_checkpointing == "auto"
-    room = available(policy.device)
+    room = _room(policy, world or OneProcess())
     try:
         demand = demand_of(resolved, policy, (world or OneProcess()).size)
     except InputError as error:
@@ -114,30 +119,34 @@ def decide_checkpointing(resolved: Resolved, policy: Policy, world: World | None
 
 
 def decide_kept(resolved: Resolved, policy: Policy, world: World) -> str:
-    """What the ranks of training.shard = "layers" hold whole during updates: the most of `KEPT` that fits on all of them.
+    """What the ranks of training.shard = "layers" hold whole during updates: as configured, or the most that fits on all.
 
     Call it before the layers are divided, on all ranks. The decision is added to the policy's notes.
     """
-    room, level = available(policy.device), 0
+    kept = resolved.config.training.keep_layers
+    if kept == "auto":
+        most = len(KEPT) - 1
+        # The rank with the least free memory decides for all.
+        kept = KEPT[most - world.agree(most - KEPT.index(_most_kept(resolved, policy, world)))]
+    policy.notes.append(describe_kept(kept, adapters=resolved.config.policy.lora is not None))
+    return kept
+
+
+def _most_kept(resolved: Resolved, policy: Policy, world: World) -> str:
+    """The most of `KEPT` that fits on this rank; the least where that cannot be told."""
+    room = _room(policy, world)
     try:
         demand = demand_of(resolved, policy, world.size)
     except InputError:
-        room = None
-    if room is not None:
-        recomputes = bool(policy.model.training)  # only then (`recompute_layers`)
-        for number, kept in enumerate(KEPT):
-            needed = replace(demand, sharding=replace(demand.sharding, kept=kept)).memory(checkpointing=recomputes)
-            if needed.total <= room:
-                level = number
-    # The rank with the least free memory decides for all.
-    kept = KEPT[len(KEPT) - 1 - world.agree(len(KEPT) - 1 - level)]
-    words = {
-        "nothing": "a layer is gathered for each pass: there is no memory to keep all of them",
-        "weights": "layers stay gathered during updates, and gradients are added up in each pass",
-        "gradients": "layers and their gradients stay whole during updates: there is memory for both",
-    }
-    policy.notes.append(words[kept])
-    return kept
+        return KEPT[0]
+    recomputes = bool(policy.model.training)  # only then (`recompute_layers`)
+    return KEPT[0] if room is None else most_kept(demand, room, checkpointing=recomputes)
+
+
+def _room(policy: Policy, world: World) -> int | None:
+    """Bytes that this rank may use."""
+    launch = read_launch() if world.size > 1 else None
+    return available(policy.device, 1 if launch is None else launch.local_size)
 
 
 def _decision_note(demand: Demand, fitting: Fit, room: int) -> str:

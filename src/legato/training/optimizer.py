@@ -113,6 +113,8 @@ class Optimizer:
         self.division = Whole(self.weights) if division is None else division
         self.masters = {name: self._master(piece.tensor) for name, piece in self._pieces()}
         self.inner = _build_optimizer(self._groups(), settings)
+        self._buffers: dict[torch.dtype, Tensor] = {}
+        """Host memory through which gradients and weights pass where masters are offloaded, by dtype."""
         self.updates = 0
         self.scale = 1.0
         """A factor on every learning rate: a recovery lowers it."""
@@ -126,7 +128,9 @@ class Optimizer:
         if not is_half and not self.settings.offload_optimizer:
             return weight
         device = torch.device("cpu") if self.settings.offload_optimizer else weight.device
-        return weight.detach().to(device, torch.promote_types(weight.dtype, torch.float32), copy=True).requires_grad_()
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        # 16 bits are copied to the host and converted there, by all cores.
+        return weight.detach().to(device, copy=True).to(exact).requires_grad_()
 
     def _groups(self) -> list[dict[str, Any]]:
         groups: dict[tuple[bool, bool], list[Tensor]] = {}
@@ -185,11 +189,11 @@ class Optimizer:
         AdamW leaves masters alone that have no gradient, so the host holds the gradients of those few only.
         """
         for names in self._batches():
-            for name in names:
-                master = self.masters[name]
-                master.grad = gradients.pop(name).to(master.device, master.dtype)
-                if self.settings.offload_optimizer:
-                    self.weights[name].grad = None
+            if self.settings.offload_optimizer:
+                self._fetch_gradients(names, gradients)
+            else:
+                for name in names:
+                    self.masters[name].grad = gradients.pop(name).to(self.masters[name].dtype)
             self.inner.step()
             for name in names:
                 self.masters[name].grad = None
@@ -209,12 +213,50 @@ class Optimizer:
             room -= master.numel()
         return batches
 
+    def _fetch_gradients(self, names: Sequence[str], gradients: dict[str, Tensor]) -> None:
+        """Give offloaded masters their gradients, which lie in a buffer of the host until the next call."""
+        if not names:
+            return
+        masters = [self.masters[name] for name in names]
+        device = self.division.pieces[names[0]].tensor.device
+        for name, master, space in zip(names, masters, self._spaces(masters, device), strict=True):
+            master.grad = space.copy_(gradients.pop(name), non_blocking=True)
+            self.weights[name].grad = None
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def _spaces(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Host memory of the shape and dtype of each tensor, which a later call returns again.
+
+        It is pinned if weights are on a GPU: copies from and to other memory are several times as slow.
+        """
+        places: list[int] = []
+        needed: dict[torch.dtype, int] = {}
+        for tensor in tensors:
+            places.append(needed.get(tensor.dtype, 0))
+            needed[tensor.dtype] = places[-1] + tensor.numel()
+        for dtype, count in needed.items():
+            if dtype not in self._buffers or len(self._buffers[dtype]) < count:
+                self._buffers.pop(dtype, None)  # before the larger one is made
+                self._buffers[dtype] = torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
+        return [
+            self._buffers[tensor.dtype][start : start + tensor.numel()].view(tensor.shape)
+            for tensor, start in zip(tensors, places, strict=True)
+        ]
+
     @torch.no_grad()
     def _copy_back(self, names: Sequence[str]) -> None:
         pieces = self.division.pieces
         copied = [name for name in names if self.masters[name] is not pieces[name].tensor]
-        if copied:
-            torch._foreach_copy_([pieces[name].tensor for name in copied], [self.masters[name] for name in copied])
+        weights, masters = [pieces[name].tensor for name in copied], [self.masters[name] for name in copied]
+        if not copied:
+            return
+        if not self.settings.offload_optimizer:
+            torch._foreach_copy_(weights, masters)
+            return
+        # Rounded on the host, by all cores. The next gradients come on the same stream, after these copies.
+        for weight, master, space in zip(weights, masters, self._spaces(weights, weights[0].device), strict=True):
+            weight.copy_(space.copy_(master), non_blocking=True)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state for a checkpoint: tensors by name (masters and moments) and plain numbers.

@@ -13,6 +13,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from legato.core.world import others_waiting
+
 _BUCKET = 2**26
 """Numbers that are exchanged at once: 256 MB of float32. A weight is never cut, so a larger one is a bucket of its own."""
 
@@ -114,17 +116,21 @@ class Divided:
         if self.ranks.size == 1:
             return self._own_gradients()
         gradients: dict[str, Tensor] = {}
-        for bucket in _buckets(self.weights, self.ranks.size):
-            flat = bucket.flat(torch.promote_types(bucket.dtype, torch.float32))
-            for weight, run in bucket.runs():
-                if weight.grad is not None:
-                    _scatter(weight.grad, flat[:, run.start : run.stop])
-                    weight.grad = None
-            part = self.ranks.reduce_scatter(flat.reshape(-1))
-            for name, (_, run) in zip(bucket.weights, bucket.runs(), strict=True):
-                piece = self.pieces[name]
-                gradients[name] = part[run.start : run.start + piece.stop - piece.start]
+        with others_waiting():
+            for bucket in _buckets(self.weights, self.ranks.size):
+                gradients |= self._sum_bucket(bucket)
         return gradients
+
+    def _sum_bucket(self, bucket: "_Bucket") -> dict[str, Tensor]:
+        flat = bucket.flat(torch.promote_types(bucket.dtype, torch.float32))
+        for weight, run in bucket.runs():
+            if weight.grad is not None:
+                _scatter(weight.grad, flat[:, run.start : run.stop])
+                weight.grad = None
+        part = self.ranks.reduce_scatter(flat.reshape(-1))
+        runs = zip(bucket.weights, bucket.runs(), strict=True)
+        lengths = {name: self.pieces[name].stop - self.pieces[name].start for name in bucket.weights}
+        return {name: part[run.start : run.start + lengths[name]] for name, (_, run) in runs}
 
     def _own_gradients(self) -> dict[str, Tensor]:
         """The gradients of a rank that has no others to add."""
@@ -140,21 +146,22 @@ class Divided:
     def publish(self) -> None:
         self.ranks.meet("exchange weights")
         if self.ranks.size == 1:
-            if self._apart:
+            if self._apart and self.weights:
                 torch._foreach_copy_(
                     [weight.detach().view(-1) for weight in self.weights.values()],
                     [self.pieces[name].tensor for name in self.weights],
                 )
             return
-        for bucket in _buckets(self.weights, self.ranks.size):
-            flat = bucket.flat(bucket.dtype)
-            part = torch.zeros_like(flat[0])
-            for name, (_, run) in zip(bucket.weights, bucket.runs(), strict=True):
-                piece = self.pieces[name]
-                part[run.start : run.start + piece.stop - piece.start] = piece.tensor
-            self.ranks.all_gather(flat.reshape(-1), part)
-            for weight, run in bucket.runs():
-                _collect(flat[:, run.start : run.stop], weight.detach())
+        with others_waiting():
+            for bucket in _buckets(self.weights, self.ranks.size):
+                flat = bucket.flat(bucket.dtype)
+                part = torch.zeros_like(flat[0])
+                for name, (_, run) in zip(bucket.weights, bucket.runs(), strict=True):
+                    piece = self.pieces[name]
+                    part[run.start : run.start + piece.stop - piece.start] = piece.tensor
+                self.ranks.all_gather(flat.reshape(-1), part)
+                for weight, run in bucket.runs():
+                    _collect(flat[:, run.start : run.stop], weight.detach())
 
     def training(self) -> AbstractContextManager[None]:
         return nullcontext()

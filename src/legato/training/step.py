@@ -101,6 +101,16 @@ class TrainingSettings:
         " 'layers', the weights and gradients of the layers too, for models that do not fit otherwise.",
         resume="free",
     )
+    keep_layers: str = choice(
+        "auto",
+        "nothing",
+        "weights",
+        "gradients",
+        default="auto",
+        says="With shard = 'layers': what each process holds whole during the updates of a step: 'nothing' but the layer at"
+        " work, the 'weights' of all layers, or their weights and 'gradients'; auto: the most that fits into memory.",
+        resume="free",
+    )
     rank_deadline_seconds: float = number(
         default=DEADLINE_SECONDS,
         says="With several processes: how long they may wait for one of them before the run ends and says what each did.",

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from legato.errors import InputError
 from legato.training.memory.model import Demand, Memory, gigabytes
+from legato.training.memory.sharding import KEPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,15 @@ def fit(demand: Demand, available: int, *, smallest: int = 1) -> Fit:
         middle = (low + high) // 2
         low, high = (middle, high) if memory_of(middle).total <= available else (low, middle)
     return Fit(fits=True, checkpointing=True, tokens_per_pack=low, memory=memory_of(low))
+
+
+def most_kept(demand: Demand, available: int, *, checkpointing: bool) -> str:
+    """The most of `KEPT` with which a demand of divided layers fits into `available` bytes; the least if none fits."""
+    for kept in reversed(KEPT):
+        whole = replace(demand, sharding=replace(demand.sharding, kept=kept))
+        if whole.memory(checkpointing=checkpointing).total <= available:
+            return kept
+    return KEPT[0]
 
 
 def refuse_if_too_large(demand: Demand, room: int, longest: int, model: str, *, on_gpu: bool) -> None:

@@ -61,7 +61,7 @@ _SLACK = 0.06
 
 _FLOAT32 = 4
 OFFLOADED_TOGETHER = 2**28
-"""Numbers of offloaded masters that are stepped together: a gigabyte of gradients in host memory."""
+"""Numbers of offloaded masters that are stepped together: a gigabyte of gradients in host memory, and their weights."""
 EIGHT_BIT_MOMENT = 1 + _FLOAT32 / 256
 """Bytes per moment of 8-bit AdamW: one byte, and a float32 scale for each block of 256."""
 
@@ -170,11 +170,17 @@ class Demand:
             items["gradients"] = min(items["gradients"], max(in_head, items["gradients"] - saved))
         memory = Memory(
             **{name: int(value) for name, value in items.items()},
-            host=masters + moments + min(stepped, max(OFFLOADED_TOGETHER, shape.largest)) * exact if self.offload else 0,
+            host=masters + moments + self._host_buffers(stepped) if self.offload else 0,
             checkpointing=checkpointing,
             slack=0,
         )
         return replace(memory, slack=int(_SLACK * memory.total))
+
+    def _host_buffers(self, stepped: int) -> int:
+        """Bytes through which gradients come to an offloaded optimizer and 16-bit weights go back."""
+        exact = max(self.size, _FLOAT32)
+        each = exact + (self.size if self.size < exact and not self.adapter_rank else 0)
+        return min(stepped, max(OFFLOADED_TOGETHER, self.shape.largest)) * each
 
     def _half_gradient(self, trained: int) -> int:
         """Bytes of the largest 16-bit gradient that autograd makes while activations are held; 0 if all are float32."""

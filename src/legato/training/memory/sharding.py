@@ -19,6 +19,18 @@ KEPT = ("nothing", "weights", "gradients")
 """What a rank holds whole during the updates of a step with "layers"; "gradients": weights and gradients."""
 
 
+def describe_kept(kept: str, *, adapters: bool) -> str:
+    """A note on what is held whole; `adapters`: the layers themselves are not trained."""
+    words = {
+        "nothing": "a layer is gathered for each pass and given back after it",
+        "weights": "layers stay gathered during the updates of a step, and gradients are added up in each pass",
+        "gradients": "layers and their gradients stay whole during the updates of a step",
+    }[kept]
+    if adapters and kept != "nothing":
+        words = "layers stay gathered during the updates of a step"
+    return f"{words} (training.keep_layers = {kept!r})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
     """The way of sharding and the number of ranks."""

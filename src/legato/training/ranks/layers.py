@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from legato.core.world import others_waiting
 from legato.errors import InputError
 from legato.policy.policy import Policy
 from legato.training.pieces import Divided, Exchange, Piece, join_runs, norm_of_pieces, run_of
@@ -89,7 +90,9 @@ def gather_weights(policy: Policy, ranks: Exchange, *, trained: bool = True) -> 
     ranks.meet("gather weights")
     for name, weight in policy.model.named_parameters():
         if weight.requires_grad or not trained:
-            yield name, gather_weight(weight, ranks, dtype)
+            with others_waiting():
+                whole = gather_weight(weight, ranks, dtype)
+            yield name, whole
 
 
 @torch.no_grad()
@@ -133,11 +136,12 @@ class Layered:
         exchanges = self.keep is Keep.WEIGHTS and bool(self.shards)
         self.ranks.meet("gather layers")
         try:
-            for layer in self._layers:
-                layer.set_reshard_after_forward(False, recurse=False)
-                layer.set_reshard_after_backward(False, recurse=False)
-                layer.set_requires_gradient_sync(exchanges, recurse=False)
-                layer.unshard()
+            with others_waiting():
+                for layer in self._layers:
+                    layer.set_reshard_after_forward(False, recurse=False)
+                    layer.set_reshard_after_backward(False, recurse=False)
+                    layer.set_requires_gradient_sync(exchanges, recurse=False)
+                    layer.unshard()
             gathered = self.policy.parameters()
             pieces = {name: self.pieces[name] for name in self.shards}
             self._whole = Divided({name: gathered[name] for name in self.shards}, self.ranks, pieces)

@@ -116,8 +116,8 @@ class ProcessGroup:
         if self.is_lost or error is self._told or isinstance(error, OtherRankError | LostRankError):
             return
         self._told = error
-        if getattr(error, "in_divided_pass", False):
-            # The other ranks wait in the pass for layers of this one, and would take a message for such a layer.
+        if getattr(error, "others_wait", False):
+            # The other ranks wait for layers or gradients of this one, and would take a message for such.
             self.is_lost = True
             if self.observer is not None:
                 self.observer.end_all(f"rank {self.rank}: {describe_error(error)}")
@@ -143,12 +143,12 @@ class ProcessGroup:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Inside, a connection that breaks in a pass over divided layers is a LostRankError that names the rank."""
+        """Inside, a connection that breaks while FSDP2 exchanges layers is a LostRankError that names the rank."""
         try:
             yield
         except RuntimeError as error:
             broken = isinstance(error, dist.DistError) or "gloo" in str(error)
-            if not (broken and getattr(error, "in_divided_pass", False)):
+            if not (broken and getattr(error, "others_wait", False)):
                 raise
             raise self._explain_loss(error) from None
 
