@@ -217,7 +217,7 @@ def serving(policy: Any, engine: Any, load: Load) -> Iterator[str]:
     from legato.serve.app import application
     from legato.serve.limits import ServeLimits
     from legato.serve.served import Served
-    from legato.serve.server import allowed_hosts, listen, shared_interpreter, uvicorn_config
+    from legato.serve.server import allowed_hosts, listen, shared_interpreter, short_collections, uvicorn_config
     from legato.serve.weights import Weights
 
     served = Served(
@@ -239,7 +239,7 @@ def serving(policy: Any, engine: Any, load: Load) -> Iterator[str]:
     while not server.started:
         time.sleep(0.01)
     try:
-        with shared_interpreter():
+        with shared_interpreter(), short_collections():
             yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True

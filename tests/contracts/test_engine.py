@@ -425,6 +425,23 @@ def test_partial_responses_are_the_beginning_of_the_whole_ones(subject: Subject)
             assert joined.dtype == getattr(whole, name).dtype
 
 
+def test_tokens_are_reported_if_a_request_is_watched_now_and_then(subject: Subject) -> None:
+    """A server asks for new tokens every 20 ms, in which a GPU decodes several times."""
+    if not subject.engine.capabilities.partial:
+        pytest.skip("the engine says that it cannot")
+    (handle,) = subject.engine.submit(requests(5, each=1), Sampling(), Limits(max_response_tokens=28, end_tokens=()))
+    pieces: list[Partial] = []
+    ended: tuple[Any, ...] = ()
+    for number in range(10_000):
+        progress = subject.engine.decode_briefly([handle] if number % 2 == 0 else [])
+        pieces += progress.partial
+        if ended := progress.ended:
+            break
+    assert len(pieces) >= 2
+    reported = torch.cat([piece.tokens for piece in pieces])
+    assert torch.equal(reported, ended[0].response.tokens[: len(reported)])
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_response_across_a_publish_has_both_versions_and_the_log_probs_of_each(
     subject: Subject, temperature: float

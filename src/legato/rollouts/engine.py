@@ -326,7 +326,8 @@ class Engine:
         """Decode for a short while: the responses that ended, and the new tokens of those `watched` requests that did not.
 
         Takes the place of `poll`; while requests are outstanding, use one of the two. Weights may change only by `publish`.
-        An engine without the capability `partial` decodes whole requests here.
+        Tokens of a watched request may be reported by a later call, also one that watches nothing. An
+        engine without the capability `partial` decodes whole requests here.
         """
         return Progress(
             ended=tuple(

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from legato.serve import control
 from legato.serve.chat import chat
@@ -92,7 +93,23 @@ def application(
         ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _explain_route})
     app.router.redirect_slashes = False
-    return Guard(app, key, hosts)
+    quick = {} if recordings is not None else {path: _bind(endpoint, served) for _, path, endpoint in ROUTES[:3]}
+    return Guard(_QuickPaths(app, quick), key, hosts)
+
+
+class _QuickPaths:
+    """The app, with a way around its middleware and routes for the paths that sample: an eighth of the time of a request."""
+
+    def __init__(self, app: ASGIApp, quick: Mapping[str, Callable[[Request], Awaitable[Response]]]) -> None:
+        self._app, self._quick = app, quick
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._quick.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+        else:
+            response = await endpoint(Request(scope, receive, send))
+            await response(scope, receive, send)
 
 
 def _record(endpoint: Endpoint, recordings: Mapping[str, Recording]) -> Endpoint:

@@ -113,7 +113,7 @@ async def complete(request: Request, served: Served) -> Response:
     if fields.stream:
         return EventStream(answer.chunks(), answer.generation.close)
     try:
-        return json_response(await until_gone(request, answer.whole()))
+        return json_response(await until_gone(request.receive, answer.whole()))
     finally:
         answer.generation.close()
 

@@ -26,10 +26,11 @@ _Result = TypeVar("_Result")
 
 REPORT_SECONDS = 0.02
 """The least time between two deliveries of new tokens: a delivery costs as much for one token as for ten."""
-QUICK_STREAMS = 64
-"""With more streams than these, deliveries are rarer in proportion: they must leave the engine time to decode."""
-SLOWEST_REPORT = 5.0
-"""At most so many times rarer."""
+REPORT_SHARE = 0.25
+"""The share of the event loop's time that deliveries of new tokens may take. Writing to 256 streams takes 50 ms, in which
+answers, new requests and the engine's own thread wait."""
+SLOWEST_REPORT = 1.0
+"""The most seconds between two deliveries."""
 MODES = ("abort", "wait", "keep")
 """What a pause does with requests in flight, in vLLM's words: give them up, wait for them, or hold them until the resume."""
 
@@ -109,6 +110,8 @@ class EngineThread:
         self._drained: list[Future[None]] = []
         self._next_report = 0.0
         """When tokens of responses that still decode are delivered next."""
+        self._reporting = False
+        """Whether the event loop has not written the last of them yet."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -168,6 +171,22 @@ class EngineThread:
         """Abort the requests with these ids, or all if there are none; returns how many were in flight."""
         chosen = set(names)
         return await self.run(lambda: self._abort(chosen))
+
+    # In the event loop
+
+    def _deliver(self, events: list[tuple[Work, Event]]) -> None:
+        loop, began = self._loop, time.monotonic()
+        assert loop is not None
+        for work, event in events:
+            work.deliver(event)
+        if self._reporting:
+            # Handlers are woken by the next round of the loop and write in the one after it.
+            loop.call_soon(loop.call_soon, self._end_report, began)
+
+    def _end_report(self, began: float) -> None:
+        now = time.monotonic()
+        self._next_report = max(self._next_report, now + pause_after_report(now - began))
+        self._reporting = False
 
     # On the engine's thread
 
@@ -231,9 +250,9 @@ class EngineThread:
 
     def _decode(self) -> None:
         watched: set[Handle] = set()
-        if time.monotonic() >= self._next_report:
+        if time.monotonic() >= self._next_report and not self._reporting:
             watched = {handle for handle, work in self._outstanding.items() if work.watched}
-            self._next_report = time.monotonic() + report_seconds(len(watched))
+            self._next_report = time.monotonic() + REPORT_SECONDS
         try:
             progress = self.engine.decode_briefly(watched)
         except Exception as error:
@@ -261,8 +280,9 @@ class EngineThread:
 
     def _send(self, events: list[tuple[Work, Event]]) -> None:
         if events and self._loop is not None and not self._loop.is_closed():
+            self._reporting = self._reporting or any(isinstance(event, NewTokens) for _, event in events)
             # One call for all clients: waking the event loop costs more than delivering.
-            self._loop.call_soon_threadsafe(_deliver, events)
+            self._loop.call_soon_threadsafe(self._deliver, events)
 
     def _fail_all(self, reason: str) -> None:
         works = [*self._outstanding.values(), *(self._held.values() if self.fault is not None else ())]
@@ -309,14 +329,9 @@ class EngineThread:
         return len(works)
 
 
-def report_seconds(streams: int) -> float:
-    """The least time between two deliveries of new tokens to so many streams."""
-    return REPORT_SECONDS * min(SLOWEST_REPORT, max(1.0, streams / QUICK_STREAMS))
-
-
-def _deliver(events: list[tuple[Work, Event]]) -> None:
-    for work, event in events:
-        work.deliver(event)
+def pause_after_report(seconds: float) -> float:
+    """How long no new tokens are delivered after a delivery that took the event loop so long."""
+    return min(SLOWEST_REPORT, seconds * (1 / REPORT_SHARE - 1))
 
 
 def _settle(future: "Future[Any]", function: Callable[[], Any]) -> None:

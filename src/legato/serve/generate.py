@@ -100,7 +100,7 @@ async def generate(request: Request, served: Served) -> Response:
     if fields.stream:
         return EventStream(answer.chunks(), answer.generation.close)
     try:
-        return json_response(await until_gone(request, answer.whole()))
+        return json_response(await until_gone(request.receive, answer.whole()))
     finally:
         answer.generation.close()
 

@@ -1,6 +1,7 @@
 """Bodies in, answers out: JSON, or a stream of events that ends when the client is gone."""
 
 import asyncio
+import contextlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -79,10 +80,10 @@ def encode(value: Any) -> bytes:
     return text.encode()
 
 
-async def until_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
     """The result of some work, which is cancelled if the client closes the connection (ClientGone)."""
     task = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -95,8 +96,8 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _R
         await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
@@ -114,7 +115,8 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(ClientGone):
+                await until_gone(receive, self.stream_response(send))
         finally:
             self._close()
 

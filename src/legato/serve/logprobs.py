@@ -4,6 +4,7 @@ All log-probs of sampled tokens are of softmax(z / temperature), before top-p, t
 request (at 1 if it is 0): the distribution that training needs. Log-probs of prompt tokens are at temperature 1.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,13 +161,21 @@ class Fragment:
 
 def generate_own_logprobs(tokens: Sequence[int], logprobs: Sequence[float]) -> Fragment:
     """`generate_logprobs` of sampled tokens alone."""
-    values = ["null" if math.isnan(value) else repr(max(value, LOWEST)) for value in logprobs]
+    values = _write_numbers(logprobs)
     entries = [
         f'{{"token_id":{token},"logprob":{value},"rank":null,"token":"token_id:{token}",'
         f'"top_logprobs":[{{"token_id":{token},"logprob":{value},"rank":null}}]}}'
         for token, value in zip(tokens, values, strict=True)
     ]
     return Fragment('{"content":[' + ",".join(entries) + "]}")
+
+
+def _write_numbers(logprobs: Sequence[float]) -> list[str]:
+    """Each log-prob as JSON writes it."""
+    if math.isfinite(sum(logprobs)) and min(logprobs, default=0.0) >= LOWEST:
+        # One call for all of them takes two thirds of the time.
+        return json.dumps(logprobs, separators=(",", ":"))[1:-1].split(",") if logprobs else []
+    return ["null" if math.isnan(value) else repr(max(value, LOWEST)) for value in logprobs]
 
 
 def _generate_entry(each: Alternative) -> dict[str, Any]:

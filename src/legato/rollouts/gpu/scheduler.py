@@ -134,44 +134,46 @@ class Scheduler:
         return self._finish(self._land())
 
     def decode_briefly(self, watched: Collection[Handle]) -> tuple[list[tuple[Job, int, Response]], list[Partial]]:
-        """Decode a few steps: the responses that ended, and new tokens of the `watched` jobs. Jobs stay until `drop_job`."""
+        """Decode a few steps: the responses that ended, and new tokens of jobs. Jobs stay until `drop_job`.
+
+        New tokens are those of the slot copy that has arrived: of the jobs that were `watched` when it was started, in an
+        earlier call as a rule.
+        """
         self._admit_if_worth_it()
-        copy = None
-        if self.active:
-            copy = self._decode_few(_BRIEFLY, any(row.job.handle in watched for row in self.active.values()))
+        copy = self._decode_few(_BRIEFLY, watched) if self.active else None
         landed = self._land() if copy is not None or not self.active else []
         if copy is not None:
             self._collect(copy)
         ended = [(row.job, row.place, response) for row, response in landed if row.job.handle in self.jobs]
-        return ended, [] if copy is None else self._partial(copy, watched)
+        return ended, [] if copy is None else self._partial(copy)
 
     def drop_job(self, handle: Handle) -> None:
         """Remove a job whose responses have all been reported."""
         del self.jobs[handle]
         self.prompt_routes.pop(handle, None)
 
-    def _decode_few(self, most: int, latest: bool = False) -> SlotCopy | None:
+    def _decode_few(self, most: int, watched: Collection[Handle] = ()) -> SlotCopy | None:
         """Enqueue `most` steps and a slot copy; returns the slot copy before it once that has arrived, None without one.
 
-        With `latest` the new slot copy holds the last tokens of every slot.
+        The new slot copy holds the last tokens if jobs are `watched`.
         """
         # Steps beyond the longest response would advance no row.
         steps = min(most, self.until - self.steps)
         if steps > 0:
             self._advance(steps)
         if steps > 0 or not self.pending_copies:
-            self.pending_copies.append(self.free_copies.pop().start(dict(self.active), latest * _LATEST))
+            self.pending_copies.append(self.free_copies.pop().start(dict(self.active), watched, _LATEST))
         if len(self.pending_copies) < 2 and steps > 0:
             return None
         copy = self.pending_copies.popleft().wait()
         self.free_copies.append(copy)
         return copy
 
-    def _partial(self, copy: SlotCopy, watched: Collection[Handle]) -> list[Partial]:
-        """The new tokens of responses that were decoding at the time of a slot copy and still are."""
+    def _partial(self, copy: SlotCopy) -> list[Partial]:
+        """The new tokens of watched responses that were decoding at the time of a slot copy and still are."""
         if copy.latest is None:
             return []
-        rows = [row for slot, row in copy.rows.items() if self.active.get(slot) is row and row.job.handle in watched]
+        rows = [row for slot, row in copy.rows.items() if self.active.get(slot) is row and row.job.handle in copy.watched]
         return [new for row in rows if (new := self._new_tokens(row, copy.latest)) is not None]
 
     def _new_tokens(self, row: Row, latest: LatestTokens) -> Partial | None:

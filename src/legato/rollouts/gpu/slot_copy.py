@@ -1,10 +1,12 @@
 """Asynchronous copies of the slots' state to the host, made while the next steps already run."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from legato.rollouts.engine import Handle
 from legato.rollouts.gpu.landing import Row, to_host
 from legato.rollouts.gpu.slots import KVStore
 
@@ -47,14 +49,17 @@ class SlotCopy:
         """slot -> its response at the time of the copy; the slot may have been reassigned since"""
         self.latest: LatestTokens | None = None
         """The last tokens of every slot, if they are wanted."""
+        self.watched: frozenset[Handle] = frozenset()
+        """The jobs whose last tokens are wanted."""
 
     def _pinned_like(self, like: Tensor) -> Tensor:
         return torch.empty_like(like, device="cpu", pin_memory=self.store.device.type == "cuda")
 
-    def start(self, rows: dict[int, Row], latest: int = 0) -> "SlotCopy":
-        """Enqueue the copy after everything enqueued so far; `latest` says how many of the last tokens are wanted."""
+    def start(self, rows: dict[int, Row], watched: Collection[Handle] = (), latest: int = 0) -> "SlotCopy":
+        """Enqueue the copy after everything enqueued so far, with the `latest` last tokens if a row's job is `watched`."""
         self.rows = rows
-        self.latest = LatestTokens.copy(self.store, latest) if latest else None
+        self.watched = frozenset(watched).intersection(row.job.handle for row in rows.values())
+        self.latest = LatestTokens.copy(self.store, latest) if self.watched else None
         self.done.copy_(self.store.done, non_blocking=True)
         if self.texts is not None:
             self.texts[0].copy_(self.store.tokens, non_blocking=True)
