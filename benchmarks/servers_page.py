@@ -103,4 +103,6 @@ def sglang_block() -> str:
         f"| {part} | {what} | {f'{value:.3g}' if isinstance(value, float) else value} |"
         for part, what, value in results["rows"]
     ]
-    return "\n".join(["| part | | |", "|---|---|---|", *rows, "", f"Read on {results['day']}. {stored_by('sglang-gpu')}"])
+    ended = f" The checks ended early: {results['failed']}" if "failed" in results else ""
+    told = f"Read on {results['day']}.{ended} {stored_by('sglang-gpu')}"
+    return "\n".join(["| part | | |", "|---|---|---|", *rows, "", told])

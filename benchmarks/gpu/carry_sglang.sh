@@ -1,8 +1,9 @@
 #!/bin/sh
 # Gathers a cut-down SGLang 0.5.17 for the GPU machine (Python 3.12, torch 2.11 with CUDA 13, sm_90) into
 # .carry/sglang/sglang-0.5.17-sm90.tar.xz (36 MiB; git-ignored). Left out: FlashAttention 3 and FlashMLA (1.1 GB of kernels:
-# attention is Triton's), FlashInfer, grammars, multimodal generation, gRPC and the server in Rust. Run from the root of the
-# repository; `benchmarks/gpu/with_sglang.py` says how it is used.
+# attention is Triton's), FlashInfer, grammars, multimodal generation, gRPC and the server in Rust. Kernels that SGLang compiles
+# with nvcc at their first use are replaced by its own PyTorch code: the machine need not have nvcc, and compiling takes minutes. Run
+# from the root of the repository; `benchmarks/gpu/with_sglang.py` says how it is used.
 set -eu
 
 carry=.carry/sglang
@@ -17,7 +18,7 @@ mkdir -p "$carry" "$packages"
     --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_5_x86_64 \
     sglang==0.5.17 sglang-kernel==0.4.5 transformers==5.12.1 tokenizers==0.22.2 apache-tvm-ffi==0.1.11 \
     aiohappyeyeballs aiohttp aiosignal annotated-doc annotated-types anyio attrs certifi charset-normalizer click cloudpickle \
-    compressed-tensors dill distro einops fastapi==0.136.3 frozenlist gguf h11 httpcore httpx idna interegular ipython jiter jsonschema \
+    compressed-tensors dill distro einops fastapi==0.136.3 frozenlist gguf h11 httpcore httpx "huggingface-hub>=1.5,<2" idna interegular ipython jiter jsonschema \
     jsonschema-specifications loguru msgspec multidict nvidia-ml-py openai==2.6.1 openai-harmony==0.0.4 orjson \
     partial-json-parser prometheus-client propcache psutil pybase64 pydantic==2.14.3 pydantic-core==2.50.4 python-multipart \
     pyzmq referencing requests rpds-py sentencepiece setproctitle sniffio starlette==1.10.0 traitlets typing-extensions \
@@ -35,6 +36,18 @@ LEFT_OUT = (
 for wheel in sorted(wheels.glob("*.whl")):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages, [name for name in archive.namelist() if not name.startswith(LEFT_OUT)])
+EDITS = {
+    # Norms, activations and rotary embeddings.
+    "srt/layers/utils/multi_platform.py": ("if _is_cuda:\n            return self.forward_cuda", "if _is_cuda:\n            return self.forward_native"),
+    "srt/model_executor/forward_batch_info.py": ("    clamp_position = clamp_position_cuda", "    clamp_position = _clamp_position_native"),
+    # What asks whether a kernel can be compiled is told no at once.
+    "kernels/jit/utils/compile.py": (") -> Module:\n", ") -> Module:\n    raise RuntimeError('this cut-down SGLang compiles no kernels')\n"),
+}
+for name, (old, new) in EDITS.items():
+    path = packages / "sglang" / name
+    text = path.read_text()
+    assert text.count(old) == 1, f"expected {old!r} once in {path}, got {text.count(old)}"
+    path.write_text(text.replace(old, new))
 PACKAGE = "import stand_in\n\nstand_in.install(__name__)\n"
 STANDING_IN = {
     "flashinfer": PACKAGE,

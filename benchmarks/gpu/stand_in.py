@@ -5,7 +5,7 @@
     import stand_in
     stand_in.install(__name__)
 
-Every name of such a package, and of its modules, is a class; making one raises.
+Every name of such a package, of its modules and of these names is a class; making one raises.
 """
 
 import importlib.abc
@@ -36,13 +36,28 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         fill(module)
 
 
+class _Anything(type):
+    """A class that has every attribute: members of enumerations are read while modules are imported."""
+
+    @classmethod
+    def make(cls, path: str) -> "_Anything":
+        """The stand-in of this name."""
+        before, _, name = path.rpartition(".")
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls(name, (), {"__new__": _refuse(path), "__module__": before})
+
+    def __getattr__(cls, name: str) -> Any:
+        made = _Anything.make(f"{cls.__module__}.{cls.__name__}.{name}")
+        setattr(cls, name, made)
+        return made
+
+
 def fill(module: ModuleType) -> None:
     """Give a module every name that is asked of it."""
 
     def get(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = type(name, (), {"__new__": _refuse(f"{module.__name__}.{name}"), "__module__": module.__name__})
+        made = _Anything.make(f"{module.__name__}.{name}")
         setattr(module, name, made)
         return made
 
@@ -59,4 +74,5 @@ def _refuse(name: str) -> Any:
 def install(root: str) -> None:
     """Make the package `root`, which is being imported, a stand-in."""
     fill(sys.modules[root])
+    vars(sys.modules[root]).setdefault("__version__", "0.0")  # transformers compares versions
     sys.meta_path.insert(0, _Finder(root))

@@ -13,7 +13,9 @@ that also holds the policy. Every row of the table is a check of docs/engines.md
 
 LEGATO_SGLANG_PACKAGES names a folder with SGLang's packages (benchmarks/gpu/carry_sglang.sh makes one); absent: this Python
 has them. `--engine legato` takes `legato serve` in place of SGLang, to try this script; `--tiny` a model of 20 kB.
-The table goes to RESULT.json (--out), row by row.
+The table goes to RESULT.json (--out), row by row; if a check fails, so do the error and the end of the server's log. Checks
+for which there is no time left (--seconds) are named as not run. SGLang captures no graphs unless `--graphs` is given, so
+that it starts sooner: tokens a second say nothing about its speed.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ import torch
 
 from benchmarks.gpu import work
 from benchmarks.gpu.measure import Bench
+from legato.errors import describe_error
 from legato.policy.policy import Policy
 from legato.rollouts.engine import EnginePlace, Limits, Request, Response
 from legato.rollouts.sampling import Sampling
@@ -44,27 +48,46 @@ from legato.rollouts.servers.member import State
 from legato.rollouts.servers.settings import ServerSettings
 
 PACKAGES = "LEGATO_SGLANG_PACKAGES"
-PROMPTS, SAMPLES, TOKENS = 16, 8, 128
+PROMPTS, SAMPLES, TOKENS = 16, 8, 64
 SHARE = "0.3"
 """Of the GPU's memory, for SGLang's weights and keys."""
 ARGUMENTS = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    *("--mem-fraction-static", SHARE, "--cuda-graph-max-bs", "64", "--skip-server-warmup", "--disable-piecewise-cuda-graph"),
+    *("--mem-fraction-static", SHARE, "--skip-server-warmup", "--skip-tokenizer-init", "--disable-piecewise-cuda-graph"),
 )
+WITHOUT_GRAPHS = ("--disable-cuda-graph",)
+WITH_GRAPHS = ("--cuda-graph-max-bs", "64")
+STANDING_IN = ("torchvision",)
+"""Packages that SGLang imports and a dense model never calls: stand-ins take their place where they are missing."""
+LOG_CHARACTERS = 6000
+"""How much of the end of a server's log is shown."""
 
 
 def wrap_python(packages: str, folder: Path) -> str:
     """A command that runs this Python with SGLang's packages first, and without Legato's."""
-    command = folder / "python-with-sglang"
+    command, more = folder / "python-with-sglang", folder / "standing-in"
+    for name in STANDING_IN:
+        if find_spec(name) is None:
+            (more / name).mkdir(parents=True, exist_ok=True)
+            (more / name / "__init__.py").write_text("import stand_in\n\nstand_in.install(__name__)\n", encoding="utf-8")
     lines = [
         "#!/bin/sh",
-        f"export PYTHONPATH='{packages}'",
-        "export SGLANG_IS_FLASHINFER_AVAILABLE=false HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1",
+        f"export PYTHONPATH='{packages}:{more}'",
+        # SGLang's kernels name CUDA's libraries (nvrtc among them) without saying where PyTorch has them.
+        f"export LD_LIBRARY_PATH='{':'.join(cuda_libraries())}'${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}",
+        "export SGLANG_IS_FLASHINFER_AVAILABLE=false SGLANG_ENABLE_JIT_DEEPGEMM=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1",
         f'exec {sys.executable} "$@"',
     ]
     command.write_text("\n".join(lines) + "\n", encoding="utf-8")
     command.chmod(0o755)
     return str(command)
+
+
+def cuda_libraries() -> list[str]:
+    """The folders of the CUDA libraries that came with PyTorch."""
+    spec = find_spec("nvidia")
+    roots = [] if spec is None or spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+    return sorted(str(folder) for root in roots for folder in Path(root).glob("*/lib"))
 
 
 class Check:
@@ -74,15 +97,21 @@ class Check:
         self.policy, self.fleet, self.out = policy, fleet, out
         self.prompt_tokens = prompt_tokens
         self.rows: list[tuple[str, str, Any]] = []
+        self.failure: dict[str, str] = {}
+        """What ended the checks, and the end of the server's log; empty if nothing did."""
 
     def note(self, part: str, what: str, value: Any) -> None:
         """Add a row to the table."""
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
         print(f"{part:10} {what:62} {shown}", flush=True)
         self.rows.append((part, what, value))
+        self.store()
+
+    def store(self) -> None:
+        """Write the table, if it is to be stored."""
         if self.out is not None:
             table = {"commit": os.environ.get("COMMIT", ""), "day": time.strftime("%Y-%m-%d"), "rows": self.rows}
-            self.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+            self.out.write_text(json.dumps(table | self.failure, indent=1) + "\n", encoding="utf-8")
 
     def requests(self, first_seed: int = 0, prompts: int = PROMPTS, samples: int = SAMPLES) -> list[Request]:
         source = torch.Generator().manual_seed(7)
@@ -155,7 +184,7 @@ class Check:
         self.note("publish", "largest gap of later responses", largest)
 
     def across(self) -> None:
-        limits = Limits(max_response_tokens=8 * TOKENS, end_tokens=())
+        limits = Limits(max_response_tokens=4 * TOKENS, end_tokens=())
         batch = self.requests(2000, prompts=4)
         before = self.fleet.version
         old = {name: weight.detach().clone() for name, weight in self.policy.model.named_parameters()}
@@ -224,37 +253,55 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["sglang", "legato"], default="sglang")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, in float32")
+    parser.add_argument("--graphs", action="store_true", help="let SGLang capture graphs")
+    parser.add_argument("--seconds", type=float, default=110.0, help="no check begins that would end later")
     parser.add_argument("--deterministic", action="store_true", help="start SGLang with --enable-deterministic-inference")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    deadline = time.monotonic() + options.seconds
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    bench = Bench(device=device, tiny=options.tiny, deadline=time.monotonic() + 540.0)
+    bench = Bench(device=device, tiny=options.tiny, deadline=deadline)
     policy = work.make_policy(bench, "0.6B")
     folder = Path(tempfile.mkdtemp(prefix="with-sglang-"))
     dialect: Dialect = Own() if options.engine == "legato" else Sglang()
-    arguments = ARGUMENTS if options.engine == "sglang" else ()
+    arguments = (*ARGUMENTS, *(WITH_GRAPHS if options.graphs else WITHOUT_GRAPHS)) if options.engine == "sglang" else ()
     if options.deterministic:
         arguments += ("--enable-deterministic-inference",)
     python = sys.executable
     if options.engine == "sglang" and os.environ.get(PACKAGES):
         python = wrap_python(str(Path(os.environ[PACKAGES]).resolve()), folder)
     prompt_tokens = 4 if options.tiny else 64
-    settings = ServerSettings(start=1, python=python, arguments=arguments, start_seconds=400.0, probe_tolerance=0.2)
+    settings = ServerSettings(
+        start=1, python=python, arguments=arguments, start_seconds=max(1.0, 0.8 * options.seconds), probe_tolerance=0.2
+    )
     fleet = Fleet(policy, dialect, settings, rows_at_once=64, context_tokens=2048)
     check = Check(policy, fleet, options.out, prompt_tokens)
     try:
         began = time.monotonic()
         fleet.open(EnginePlace(folder=folder, say=lambda text: print(f"  {text}", flush=True)))
         assert fleet.servers[0].facts is not None and fleet.servers[0].state is State.UP
-        check.note("start", fleet.servers[0].facts.software, time.monotonic() - began)
+        start_seconds = time.monotonic() - began
+        check.note("start", fleet.servers[0].facts.software, start_seconds)
         fleet.publish(policy.model.named_parameters(), 0)
         check.note("start", "the probe's gap", fleet.servers[0].gap)
-        for part in (check.log_probs, check.seeds, check.publish, check.across, check.kill):
-            part()
+        # A server that was killed is started again.
+        parts = [(check.log_probs, 10.0), (check.seeds, 5.0), (check.publish, 12.0), (check.across, 15.0)]
+        for part, seconds in [*parts, (check.kill, start_seconds + 20.0)]:
+            if time.monotonic() + seconds > deadline:
+                check.note(part.__name__, "not run", f"{deadline - time.monotonic():.0f} s were left")
+            else:
+                part()
+    except BaseException as error:
+        check.failure = {"failed": describe_error(error)}
+        raise
     finally:
         fleet.close()
         for log in sorted(folder.glob("server-*.log")):
-            print(f"--- the end of {log.name}\n{log.read_text(encoding='utf-8', errors='replace')[-6000:]}", flush=True)
+            end = log.read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:]
+            print(f"--- the end of {log.name}\n{end}", flush=True)
+            if check.failure:
+                check.failure["log"] = end
+        check.store()
 
 
 if __name__ == "__main__":
