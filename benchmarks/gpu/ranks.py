@@ -11,8 +11,8 @@ Parts, each in processes of its own, stored as soon as it is measured:
     torchrun 0.6B    one rank under torchrun, alternately: as a run has it; with a process group of one rank that divides the
                      optimizer; with FSDP2 that keeps whole layers and gradients during updates ("layers, kept"), as a run
                      has it with memory for both; with FSDP2 that gathers layers in each pass ("layers")
-    torchrun 1.7B    the same
-    torchrun 8B      the same for layers of Qwen3-8B, 6 of 36: models of this size are what FSDP2 is for
+    torchrun 1.7B    the same without that division of the optimizer
+    torchrun 8B      as a run has it and with FSDP2 that keeps, for layers of Qwen3-8B, 6 of 36
     profile 1.7B     where the time of a step goes, as a run has it and with FSDP2; only if it is named
     nccl             whether NCCL takes two processes on one GPU
     two              two processes on one GPU: each collective with tensors of the GPU; one update in float32 against one
@@ -52,6 +52,8 @@ LAYERS_OF_8B = 6
 KEPT = "layers, kept"
 """FSDP2 with memory for whole layers and gradients; "layers": FSDP2 that gathers layers in each pass."""
 WAYS = ("optimizer", KEPT, "layers")
+SIDES = {"0.6B": ("one", *WAYS), "1.7B": ("one", KEPT, "layers"), "8B": ("one", KEPT)}
+"""What is measured alternately: as many as the memory of the GPU holds at once."""
 TAIL = 30
 """Lines of output that are stored of a part that failed."""
 
@@ -92,7 +94,7 @@ def measure_one_rank(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
         # A run on one rank gets no process group: what torchrun adds is its environment.
         sides: dict[str, Any] = {}
         errors: dict[str, str] = {}
-        for way in ("one", *WAYS):
+        for way in SIDES[shape]:
             try:
                 sides[way] = _trainer(bench, shape, way, world)
             except Exception:

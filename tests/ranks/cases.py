@@ -149,13 +149,19 @@ def kept_during_a_step(world: World, keep: str) -> dict[str, Any]:
 
     trainer = build({"algorithm": "grpo", "training.shard": "layers", "training.keep_layers": keep}, world)
     counts: list[list[int]] = []
+    hooks: list[int] = []
 
     def count() -> list[int]:
         weights = [weight for name, weight in trainer.policy.model.named_parameters() if ".layers." in name]
         return [sum(isinstance(weight, DTensor) for weight in weights), len(weights)]
 
+    def count_hooks() -> int:
+        layers = trainer.policy.body.get_decoder().layers
+        return sum(len(layer._forward_pre_hooks) + len(layer._forward_hooks) for layer in layers)
+
     def look(_: Any) -> None:
         counts.append(count())
+        hooks.append(count_hooks())
         raise ValueError("an error in an update")
 
     trainer.step()
@@ -166,9 +172,8 @@ def kept_during_a_step(world: World, keep: str) -> dict[str, Any]:
     except ValueError:
         after.append(count())
     trainer.look = None
-    exchanges = trainer.policy.exchanges
-    gradients = [weight.grad is not None for weight in trainer.policy.model.parameters() if isinstance(weight, DTensor)]
-    return {"inside": counts[0], "after": after, "exchanges": exchanges, "gradients": any(gradients)}
+    hooks.append(count_hooks())
+    return {"inside": counts[0], "after": after, "exchanges": trainer.policy.exchanges, "hooks": hooks}
 
 
 def mutated(world: World, mutation: str) -> dict[str, Any]:

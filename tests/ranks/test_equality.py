@@ -172,7 +172,9 @@ def test_layers_are_whole_inside_a_step_only(world: dict[str, Any], keep: str) -
         (inside, count), after = told["inside"], told["after"]
         assert inside == 0 and count > 10
         assert after == [[count, count]] * 2, "an error inside the step divides them again"
-        assert told["exchanges"]
+        assert told["exchanges"] and told["hooks"] == [0 if keep == "gradients" else 4, 4], (
+            "two of FSDP2 on each of 2 layers"
+        )
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

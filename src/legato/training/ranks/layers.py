@@ -13,11 +13,11 @@ work where there is memory for more than a layer. `Keep` says what a rank holds 
     NOTHING     a layer while it runs
     WEIGHTS     all layers; gathered once before the first pass and after every update. Gradients are added up in each pass
     GRADIENTS   all layers and their float32 gradients, which are added up once per update. Passes exchange nothing, so that
-                ranks may run different numbers of them
+                ranks may run different numbers of them, and run without FSDP2
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from typing import Any
 
@@ -146,7 +146,9 @@ class Layered:
             pieces = {name: self.pieces[name] for name in self.shards}
             self._whole = Divided({name: gathered[name] for name in self.shards}, self.ranks, pieces)
             self.policy.exchanges = exchanges
-            yield
+            modules = [self.policy.body.get_decoder(), *self._layers]
+            with nullcontext() if exchanges else _without_hooks(modules):
+                yield
         finally:
             for weight in () if self._whole is None else self._whole.weights.values():
                 weight.grad = None  # of an update that an error has torn
@@ -175,6 +177,26 @@ class Layered:
         self.rest.publish()
         if self._whole is not None:
             self._whole.publish()
+
+
+@contextmanager
+def _without_hooks(modules: Sequence[Any]) -> Iterator[None]:
+    """Call modules without the hooks of FSDP2: layers are whole, nothing is exchanged, and hooks take the host's time."""
+    removed: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for module in modules:
+        state = module._get_fsdp_state()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is state}
+            for key in own:
+                del hooks[key]
+            removed.append((hooks, own))
+    try:
+        yield
+    finally:
+        for hooks, own in removed:
+            others = dict(hooks)
+            hooks.clear()
+            hooks.update({**own, **others})
 
 
 def _own_piece(weight: Any, ranks: Exchange, is_half: bool) -> Piece:
