@@ -260,7 +260,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from legato.policy.policy import Policy
-from tests.proof.verdicts import early
 
 run_body = Policy._run_body
 
@@ -282,16 +281,12 @@ unshard = FSDPModule.unshard
 
 
 def fail_to_gather(self, *arguments, **options):
-    if os.environ["WHERE"] == "gathering" and self.layer_idx == 1 and is_due():
+    if os.environ["WHERE"] == "gathering" and self.self_attn.layer_idx == 1 and is_due():
         raise torch.OutOfMemoryError("CUDA out of memory")
     return unshard(self, *arguments, **options)
 
 
 FSDPModule.unshard = fail_to_gather
-
-
-def score(rollout):
-    return early(rollout)
 """
 
 
@@ -305,14 +300,16 @@ def score(rollout):
         ("layers", "gradients", "gathering"),
     ],
 )
-def test_out_of_memory_on_one_rank_ends_all_and_is_told_by_rank_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: str, keep: str, where: str
-) -> None:
+def test_out_of_memory_on_one_rank_ends_all_and_is_told_by_rank_0(tmp_path: Path, shard: str, keep: str, where: str) -> None:
     """While layers are exchanged the other rank waits where no message reaches it."""
-    (tmp_path / "broken.py").write_text(_OUT_OF_MEMORY)
-    monkeypatch.setenv("WHERE", where)
-    changes: dict[str, Any] = {"training__steps": 200, "training__shard": shard, "reward__kind": "broken.py:score"}
-    output = train(tmp_path, code=1, training__keep_layers=keep, **changes)
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "breaking.py").write_text(_OUT_OF_MEMORY)
+    (site / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ:\n    import breaking\n")
+    changes = {"training.steps": 200, "training.shard": shard, "training.keep_layers": keep}
+    path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "src")])
+    words = words_of({**SMALL, "output.name": "run", **changes})
+    output = finish(start(tmp_path, "train", *words, environment={"PYTHONPATH": path, "WHERE": where}), 1)
     assert output.count("legato: rank 1: OutOfMemoryError: CUDA out of memory") == 1
     assert "a fault of ours on rank 1; please send us" in output and "hangs" not in output
     steps = [each["step"] for each in records(tmp_path) if each["kind"] == "step"]
