@@ -8,7 +8,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def experiment_page(results: Results) -> str:
                 "",
                 "## Reading",
                 "",
-                *(f"- {sentence}" for sentence in reading),
+                *_blocks(reading),
                 *pictures,
                 "",
                 f"## {tables.rstrip()}",
@@ -88,6 +88,19 @@ def experiment_page(results: Results) -> str:
         )
         + "\n"
     )
+
+
+def _blocks(reading: Sequence[str]) -> list[str]:
+    """A list of the sentences. Headings and rows of tables stand by themselves, with an empty line around each block."""
+    lines: list[str] = []
+    before = "-"
+    for sentence in reading:
+        kind = sentence[0] if sentence[0] in "#|" else "-"
+        if kind != before or kind == "#":
+            lines.append("")
+        lines.append(f"- {sentence}" if kind == "-" else sentence)
+        before = kind
+    return lines
 
 
 def _provenance(each: Mapping[str, Any]) -> str:
