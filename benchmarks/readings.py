@@ -290,19 +290,26 @@ def _frontier(results: Results) -> list[str]:
         *_rates_table(results, "flip_mean", beds=("mixture",)),
         "At equal rates GSPO's runs flip as many experts as GRPO's and survive more often, so the share of flips does not tell who collapses. All shares"
         " are below the published 10 % for a single update.",
+        "**GSPO's steps are not smaller.** Standard deviation of the log-ratios of tokens between the old and the updated policy, mean over the run:",
+        *_rates_table(results, "ratio/token_log_std", beds=("mixture",), number=True),
+        "At equal learning rates the policy moves as far within a step under GSPO as under GRPO, although GSPO clips far more; a likely reason is that"
+        " the optimizer rescales gradients. `sequence-wide` moves several times as far at the low rates. Routing Replay keeps ratios closer to 1 at the low rates, and survival"
+        " does not follow.",
         f"What 15 steps show is early collapse. Runs at 6e-5 were still rising: mean accuracy at steps 0, 5, 10 and 15 on the mixture was"
         f" {_course(results, 'mixture', grpo, 6e-5)} for GRPO and {_course(results, 'mixture', gspo, 6e-5)} for GSPO. Final accuracies and late"
         " collapses are not seen.",
         "### The opposite case",
         "That the claim holds and the study missed it: in no seed is GRPO's frontier on the mixture above GSPO's. At the edge the accuracies differ by intervals that"
-        " exclude 0. The rule for a collapse is lenient to slow decline, which is what GRPO does there. And on the mixture GRPO's frontier is below that on"
+        " exclude 0, as long as they are not corrected. The rule for a collapse is lenient to slow decline, which is what GRPO does there. And on the mixture GRPO's frontier is below that on"
         f" the dense twin in {_lost_to_dense(results, grpo)} of {seeds} seeds, GSPO's in {_lost_to_dense(results, gspo)}, which is the direction of the"
         " paper. More seeds on a finer sweep could confirm it.",
         "That it has nothing to do with mixtures: by accuracy GSPO leads on the dense twin too, Routing Replay changes nothing, and GSPO's runs flip as many"
         f" experts. The beds also differ in where they start ({_starts(results)}; the recipes mean 25 %), and a run that starts lower is harder to call"
-        " collapsed, which makes the dense arms look more stable than they are.",
-        "That it has nothing to do with the unit: about half of GSPO's tokens have no gradient at the edge, so its step is smaller at the same learning"
-        " rate, and a larger stable rate may be the same step under another name. No arm has a token ratio and GSPO's share of clipped tokens: `token-narrow` clips a fifth of it there.",
+        " collapsed, which makes the dense arms look more stable than they are. The twin is as wide as the active experts only, so it has far fewer weights in"
+        " all, and the two differ in more than routing.",
+        "That it has nothing to do with the unit: about half of GSPO's tokens have no gradient at the edge, and no arm has a token ratio and that share of"
+        " clipped tokens (`token-narrow` clips a fifth of it). A larger stable rate could then be a smaller step under another name; that the policy moves as"
+        " far in a step speaks against this.",
         "That the rules moved: after the registration and before any reported seed ran, the interval of an accuracy of 0 was widened, which makes a"
         f" collapse harder to call. It changed nothing here: {_ended_at_zero(results)} runs that ended at 0 count as stable.",
         "That it says little about practice: one task of exact counting, models of a few million weights or fewer, one shape of batch. Sums on a GPU have no"
@@ -410,8 +417,8 @@ def _rules_table(results: Results) -> list[str]:
     return [f"| a run is stable if it | {' | '.join(beds)} |", "|---" * (1 + len(beds)) + "|", *rows]
 
 
-def _rates_table(results: Results, key: str, beds: Sequence[str] | None = None) -> list[str]:
-    """The mean of a share over seeds, in per cent, by arm and swept value."""
+def _rates_table(results: Results, key: str, beds: Sequence[str] | None = None, *, number: bool = False) -> list[str]:
+    """The mean over seeds by arm and swept value: a share in per cent, or a number."""
     rates = results["sweep"][results["endpoint"]["axis"]]
     rows = []
     for bed in beds or results["beds"]:
@@ -419,7 +426,8 @@ def _rates_table(results: Results, key: str, beds: Sequence[str] | None = None) 
             runs = [_runs_at(results, bed, arm, rate) for rate in rates]
             if all(runs):
                 means = [math.fsum(run[key] or 0.0 for run in each) / len(each) for each in runs]
-                rows.append(f"| {bed} {arm} | {' | '.join(f'{100 * mean:.1f} %' for mean in means)} |")
+                cells = [f"{mean:.2g}" if number else f"{100 * mean:.1f} %" for mean in means]
+                rows.append(f"| {bed} {arm} | {' | '.join(cells)} |")
     return [f"| bed and arm | {' | '.join(map(_rate, rates))} |", "|---" * (1 + len(rates)) + "|", *rows]
 
 

@@ -280,6 +280,15 @@ def test_the_page_of_a_study_shows_the_runs_that_were_made_again(tmp_path: Path,
     assert "`one` agrees within 3 standard errors" in page and "25.0, 50.0 %; stored 20.0, 50.0 %" in page
 
 
+def test_every_recipe_that_a_stored_file_names_counts_as_run() -> None:
+    recorded = recipes.record()
+    assert recorded["recipes/tiny-maze.toml"]["stored"] == ["benchmarks/results/credit.json"]
+    assert "studies/results/frontier.json" in recorded["recipes/tiny-dense-long.toml"]["stored"]
+    assert recorded["recipes/qwen3-30b-a3b.toml"]["stored"] == []
+    nested = {"comparisons": {"one": {"recipes": ["a.toml"], "runs": []}}, "two": {"recipes": ["b.toml"]}}
+    assert list(recipes.recipes_of_comparisons(nested)) == ["a.toml", "b.toml"]
+
+
 def test_a_claim_shows_the_comparisons_that_bear_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = '[[claims]]\nclaim = "c"\npublished = "p"\nverdict = "partly"\nwhy = "w"\nresults = "moe"\n'
     text += 'study = ["frontier", "dose"]\n'
@@ -309,8 +318,16 @@ def test_tables_and_headings_of_a_reading_stand_apart_from_its_sentences() -> No
     first = STORED["frontier"]["comparisons"][0]
     low, high = first["interval"]
     assert f"| registered: did not collapse | {first['mean']:+.2f} ({low:+.2f} to {high:+.2f}) |" in page
-    # What was not registered comes after what was.
-    assert page.index("The power was lower") < page.index("### Exploratory") < page.index("At 2.4e-4 GSPO ends higher")
+    # What was not registered comes after what was, and the figures between them.
+    order = [
+        "The power was lower",
+        "study-frontier-frontier.svg",
+        "### Exploratory",
+        "At 2.4e-4 GSPO ends higher",
+        "### The opposite",
+    ]
+    assert [page.index(part) for part in order] == sorted(page.index(part) for part in order)
+    assert STORED["frontier"]["runs"][0]["ratio/token_log_std"] > 0
 
 
 @pytest.mark.slow
