@@ -272,7 +272,7 @@ def test_the_page_of_a_study_shows_the_runs_that_were_made_again(tmp_path: Path,
         {"name": "one", "stored": [0.2, 0.5], "again": [0.25, 0.5], "disagreements": []},
         {"name": "other", "stored": [0.2, 0.5], "again": [0.2, 0.0], "disagreements": ["step 25: too far"]},
     ]
-    content = {"exact": False, "date": "2026-11-18", "device": "NVIDIA H200", "commit": "abc", "runs": runs}
+    content = {"study": "dose", "exact": False, "date": "2026-11-18", "device": "NVIDIA H200", "commit": "abc", "runs": runs}
     (tmp_path / "dose.json").write_text(json.dumps(content))
     monkeypatch.setattr(repeat, "REPEATS", tmp_path)
     page = studies.experiment_page(STORED["dose"])
@@ -308,6 +308,14 @@ def test_the_runs_made_again_are_one_of_each_ending_where_endings_differ() -> No
     assert (survivor["status"], other["status"]) == ("done", "collapsed")
     first, second = repeat.chosen_runs("dose")
     assert first["status"] == second["status"] == "done" and first["name"] != second["name"]
+
+
+def test_the_page_says_how_the_runs_made_again_were_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeat, "REPEATS", tmp_path)
+    content = {"exact": False, "date": "2026-11-18", "device": "NVIDIA H200", "commit": "abc", "runs": []}
+    for name, divided in (("frontier", True), ("dose", False)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content | {"study": name}))
+        assert ("one that survived and one that did not" in repeat.sentences(name)[0]) is divided
 
 
 def test_tables_and_headings_of_a_reading_stand_apart_from_its_sentences() -> None:
