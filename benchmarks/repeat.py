@@ -2,7 +2,7 @@
 
 Where some runs of the study survived and others collapsed, one of each kind is chosen: a run that fell to 0 at once agrees
 with anything that falls to 0. This rule was added after the plain draw for the frontier study had given two such runs
-(mixture-sequence-narrow-lr0.00096-seed204 and mixture-token-wide+R2-lr0.00096-seed202); it leaves other studies as they were.
+(mixture-sequence-narrow-lr0.00096-seed204 and mixture-token-wide+R2-lr0.00096-seed202). Other studies are as before.
 
     python -m benchmarks.repeat exponent                     # on a CPU with one thread: to the bit
     python -m benchmarks.repeat dose --gpus 0                # on a GPU: within `SIGMAS` standard errors
@@ -111,7 +111,8 @@ def sentences(name: str) -> list[str]:
         lines.append(f"`{run['name']}` {verdict}: {again} %; stored {before} %.")
     commit = (content["commit"] or "unknown")[:12]
     return [
-        f"Two runs, chosen by a fixed seed{_kinds(content['study'])}, were made again on {content['date']} ({content['device']}, commit {commit}).",
+        f"Two runs, chosen by a fixed seed{_kinds(content['study'])}, were made again on"
+        f" {content['date']} ({content['device']}, commit {commit}).",
         *lines,
     ]
 
