@@ -27,17 +27,21 @@ def load_claims() -> list[dict[str, Any]]:
     for each in claims:
         if each["verdict"] not in VERDICTS:
             raise SystemExit(f"expected one of {', '.join(VERDICTS)}, got {each['verdict']!r} ({each['claim']})")
-        if each["verdict"] != "not tested" and _results_path(each) is None:
+        if each["verdict"] != "not tested" and not _stored_files(each):
             raise SystemExit(f"expected a stored result for the verdict {each['verdict']!r}, got none ({each['claim']})")
     return claims
 
 
-def _results_path(claim: dict[str, Any]) -> Path | None:
-    """The file that holds what was measured; None if nothing is stored."""
-    name = claim.get("study") or claim.get("results")
-    folder = ROOT / "studies" / "results" if "study" in claim else ROOT / "benchmarks" / "results"
-    path = folder / f"{name}.json"
-    return path if name is not None and path.is_file() else None
+def _stored_files(claim: dict[str, Any]) -> list[Path]:
+    """The files that hold what was measured: those of its studies, then its other results. Empty if nothing is stored."""
+    places = [*((ROOT / "studies" / "results", name) for name in as_list(claim.get("study", [])))]
+    places += [(ROOT / "benchmarks" / "results", name) for name in as_list(claim.get("results", []))]
+    return [folder / f"{name}.json" for folder, name in places if (folder / f"{name}.json").is_file()]
+
+
+def as_list(value: str | list[str]) -> list[str]:
+    """One name as a list of one."""
+    return [value] if isinstance(value, str) else value
 
 
 def page() -> str:
@@ -59,9 +63,11 @@ def page() -> str:
     ]
     for number, each in enumerate(claims, 1):
         lines += ["", f'<a id="{number}"></a>', "", f"## {each['claim']}", "", f"- Published: {each['published']}"]
-        if "command" in each:
-            lines.append(f"- Command: `{each['command']}`")
-        lines += [f"- Measured: {_measurement(each)}", f"- Verdict: **{each['verdict']}**. {each['why']}"]
+        lines += [f"- Command: `{command}`" for command in as_list(each.get("command", []))]
+        lines += [f"- Measured: {_measurement(path, each.get('shows', {}))}" for path in _stored_files(each)] or [
+            "- Measured: nothing is stored."
+        ]
+        lines.append(f"- Verdict: **{each['verdict']}**. {each['why']}")
     lines += ["", "## Recipes of which no run is stored", "", "The tool says so when such a recipe is loaded.", ""]
     lines += [f"- `{name}`" for name, entry in recipes.record().items() if not entry["stored"]]
     lines += ["", "## Stored results", "", "Pages name the file that a figure comes from; this is when it was stored.", ""]
@@ -75,21 +81,23 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measurement(claim: dict[str, Any]) -> str:
-    path = _results_path(claim)
-    if path is None:
-        return "nothing is stored."
-    if "study" not in claim:
-        name = claim["results"]
-        return f"[the page](experiments/{PAGES[name]}.md). {stored_by(name)}"
+def _measurement(path: Path, shows: dict[str, list[str]]) -> str:
+    """What a stored file holds, with its page. Of a study that `shows` names, these comparisons alone."""
+    if path.parent.parent.name != "studies":
+        return f"[the page](experiments/{PAGES[path.stem]}.md). {stored_by(path.stem)}"
     results = json.loads(path.read_text())
+    names = [each["name"] for each in results["comparisons"]]
+    wanted = shows.get(path.stem, names)
+    if not {*wanted} <= {*names}:
+        raise SystemExit(f"expected comparisons out of {names}, got {wanted} (shows.{path.stem})")
     numbers = "; ".join(
         f"{each['name']}: {each['mean']:+.3g} ({each['interval'][0]:+.3g} to {each['interval'][1]:+.3g}), {each['finding']}"
         for each in results["comparisons"]
+        if each["name"] in wanted
     )
+    numbers = f" {numbers}. Unit: {results['endpoint']['means']}." if numbers else ""
     registered = results["registration"]["registered"]
     return (
         f"[the page](experiments/{results['name']}.md); {len(results['runs'])} runs, written {results['written'][:10]},"
-        f' registered by commit {registered["commit"][:12]}. The verdict is "{results["verdict"]}". {numbers}. Unit:'
-        f" {results['endpoint']['means']}."
+        f' registered by commit {registered["commit"][:12]}. The verdict is "{results["verdict"]}".{numbers}'
     )

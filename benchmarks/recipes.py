@@ -1,28 +1,25 @@
 """Which recipes have stored runs: the content of src/legato/config/recipe_runs.json, from the stored results.
 
-`legato train` and `legato explain` note from it that no run of a recipe is stored; docs/claims.md lists them.
+Whatever loads a recipe notes from it that no run of it is stored (`legato train`, `legato plan`); docs/claims.md lists them.
 """
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-COMPARISONS = ("moe", "adaptive")
-"""Files of results that hold comparisons, each with the recipes it ran."""
 OTHERS = {"benchmarks/results/health.json": "recipes/tiny.toml"}
-"""Results of scripts that run a recipe."""
+"""Results of scripts that run a recipe and do not name it in their file."""
 
 
 def record() -> dict[str, dict[str, Any]]:
     """For every recipe the hash of its file and the files that hold runs of it."""
     stored: dict[str, list[str]] = {}
-    for name in COMPARISONS:
-        path = f"benchmarks/results/{name}.json"
-        for comparison in json.loads((ROOT / path).read_text()).values():
-            for recipe in comparison["recipes"]:
-                stored.setdefault(recipe, []).append(path)
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        for recipe in recipes_of_comparisons(json.loads(file.read_text())):
+            stored.setdefault(recipe, []).append(str(file.relative_to(ROOT)))
     for file in sorted((ROOT / "studies" / "results").glob("*.json")):
         for recipes in json.loads(file.read_text())["beds"].values():
             for recipe in recipes:
@@ -37,6 +34,15 @@ def record() -> dict[str, dict[str, Any]]:
         }
         for file in files
     }
+
+
+def recipes_of_comparisons(content: Any) -> Iterator[str]:
+    """The recipes that the comparisons in a file of results name, wherever in the file they are."""
+    if isinstance(content, dict):
+        names = content.get("recipes", [])
+        yield from names if isinstance(names, list) else []
+        for value in content.values():
+            yield from recipes_of_comparisons(value)
 
 
 def record_text() -> str:

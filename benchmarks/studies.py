@@ -8,7 +8,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "studies" / "results"
 DROPPED = ("clip", "routing", "phases", "made")
 """Of a run: curves and times that no page shows; `made` is kept once for all runs of a slice."""
+MOVED = ("ratio/token_log_std", "ratio/sequence_std")
+"""Of the router's measures of a mixture, which are dropped: how far the policy moved within a step."""
 
 
 def load_results() -> dict[str, dict[str, Any]]:
@@ -34,7 +36,11 @@ def store(folder: Path) -> Path:
     results = json.loads((folder / "study.json").read_text())
     if not results["complete"] or results["pilot"]:
         raise SystemExit(f"expected a complete study that is no pilot, got {folder}")
-    results["runs"] = [{key: value for key, value in run.items() if key not in DROPPED} for run in results["runs"]]
+    results["runs"] = [
+        {key: value for key, value in run.items() if key not in DROPPED}
+        | {key: run["routing"][key] for key in MOVED if key in (run.get("routing") or {})}
+        for run in results["runs"]
+    ]
     path = RESULTS / f"{results['name']}.json"
     path.write_text(json.dumps(results) + "\n")
     return path
@@ -64,6 +70,8 @@ def experiment_page(results: Results) -> str:
         for part, drawing in study_figures(results).items()
         for line in ("", f"![{drawing.title}](../figures/study-{name}-{part}.svg)", "", drawing.caption)
     ]
+    # The figures stand behind what the registration asked, before further sections.
+    registered = next((place for place, each in enumerate(reading) if each.startswith("#")), len(reading))
     made = [f"- {_provenance(each)}" for each in results.get("made") or [results["machine"]]]
     again = [f"- {sentence}" for sentence in repeat.sentences(name)]
     return (
@@ -80,14 +88,27 @@ def experiment_page(results: Results) -> str:
                 "",
                 "## Reading",
                 "",
-                *(f"- {sentence}" for sentence in reading),
+                *_blocks(reading[:registered]),
                 *pictures,
+                *_blocks(reading[registered:], before="|"),
                 "",
                 f"## {tables.rstrip()}",
             ]
         )
         + "\n"
     )
+
+
+def _blocks(reading: Sequence[str], before: str = "-") -> list[str]:
+    """A list of the sentences. Headings and rows of tables stand by themselves, with an empty line around each block."""
+    lines: list[str] = []
+    for sentence in reading:
+        kind = sentence[0] if sentence[0] in "#|" else "-"
+        if kind != before or kind == "#":
+            lines.append("")
+        lines.append(f"- {sentence}" if kind == "-" else sentence)
+        before = kind
+    return lines
 
 
 def _provenance(each: Mapping[str, Any]) -> str:

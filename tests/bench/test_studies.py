@@ -58,6 +58,8 @@ def synthetic_frontier() -> dict[str, Any]:
             "seed": seed,
             "point": {"training.lr": rate},
             "status": "done" if place < count + (seed % 2 if count else 0) else "collapsed",
+            "start": 0.1,
+            "score": 0.4 if place < count else 0.0,
         }
         for bed in ("mixture", "dense")
         for arm, count in survived.items()
@@ -68,7 +70,11 @@ def synthetic_frontier() -> dict[str, Any]:
         "complete": True,
         "endpoint": {"kind": "frontier", "axis": "training.lr"},
         "beds": {"mixture": [], "dense": []},
-        "arms": {arm: {} for arm in survived},
+        "arms": {
+            arm: {f"algorithm.objective.trust.clip.{end}": limit for end, limit in zip(("low", "high"), limits, strict=True)}
+            for arm in survived
+            for limits in [(0.2, 0.27) if "wide" in arm else (3e-4, 4e-4)]
+        },
         "seeds": [200, 201, 202, 203],
         "sweep": {"training.lr": values},
         "runs": runs,
@@ -77,10 +83,12 @@ def synthetic_frontier() -> dict[str, Any]:
 
 def test_the_frontier_and_the_two_by_two_show_means_and_intervals_of_the_seeds() -> None:
     drawn = study_figures(synthetic_frontier())
-    assert set(drawn) == {"frontier", "unit-and-band-mixture", "unit-and-band-dense"}
+    beds = ("mixture", "dense")
+    assert set(drawn) == {"frontier", *(f"{part}-{bed}" for part in ("unit-and-band", "accuracy") for bed in beds)}
     layout, (_, mixture, _, dense) = drawn["frontier"].layout, drawn["frontier"].data
-    assert layout["xaxis"]["ticktext"] == list(synthetic_frontier()["arms"])
-    by_arm = dict(zip(layout["xaxis"]["ticktext"], mixture["y"], strict=True))
+    shown = ["token-wide (GRPO)", "sequence-narrow (GSPO)", "token-narrow", "sequence-wide"]
+    assert layout["xaxis"]["ticktext"] == shown
+    by_arm = dict(zip(synthetic_frontier()["arms"], mixture["y"], strict=True))
     # Beds that agree stand beside each other, and arms beyond the sweep are marked.
     assert dense["y"] == mixture["y"] and not {*dense["x"]} & {*mixture["x"]}
     assert mixture["marker"]["symbol"] == ["circle", "triangle-up", "circle", "triangle-down"]
@@ -92,6 +100,11 @@ def test_the_frontier_and_the_two_by_two_show_means_and_intervals_of_the_seeds()
     assert token["y"] == pytest.approx([by_arm["token-wide"], by_arm["token-narrow"]])
     assert sequence["y"] == pytest.approx([by_arm["sequence-wide"], by_arm["sequence-narrow"]])
     assert all(up > 0 for up in token["error_y"]["array"])
+    bands = drawn["unit-and-band-mixture"].layout["xaxis"]["ticktext"]
+    assert bands == ["wide clip band (0.2 / 0.27)", "narrow clip band (3e-4 / 4e-4)"]
+    accuracy = drawn["accuracy-mixture"]
+    assert accuracy.data[1]["y"] == [0.4, 0.4, 0.4, 0.4, 0.0] and accuracy.layout["shapes"][0]["y0"] == pytest.approx(0.1)
+    assert "Not registered" in accuracy.caption
     svg = draw_svg(drawn["frontier"])
     assert svg.count("<circle") == 2 * (2 + 4 * 4) and svg.count("<polygon") == 4
     assert "&lt; 1e-5" in svg and ">step<" not in svg
@@ -205,7 +218,7 @@ def test_every_verdict_of_the_ledger_has_a_stored_file_and_a_command() -> None:
     for each in claims.load_claims():
         assert each["verdict"] in claims.VERDICTS and each["why"] and each["claim"] in page
         if each["verdict"] != "not tested":
-            assert each["command"] in page
+            assert all(command in page for command in claims.as_list(each["command"]))
     for name, entry in recipes.record().items():
         assert (f"- `{name}`" in page) is not bool(entry["stored"])
     # Figures in circulation that are wrong.
@@ -259,12 +272,70 @@ def test_the_page_of_a_study_shows_the_runs_that_were_made_again(tmp_path: Path,
         {"name": "one", "stored": [0.2, 0.5], "again": [0.25, 0.5], "disagreements": []},
         {"name": "other", "stored": [0.2, 0.5], "again": [0.2, 0.0], "disagreements": ["step 25: too far"]},
     ]
-    content = {"exact": False, "date": "2026-11-18", "device": "NVIDIA H200", "commit": "abc", "runs": runs}
+    content = {"study": "dose", "exact": False, "date": "2026-11-18", "device": "NVIDIA H200", "commit": "abc", "runs": runs}
     (tmp_path / "dose.json").write_text(json.dumps(content))
     monkeypatch.setattr(repeat, "REPEATS", tmp_path)
     page = studies.experiment_page(STORED["dose"])
     assert "made again on 2026-11-18 (NVIDIA H200" in page and "`other` does not agree: step 25: too far" in page
     assert "`one` agrees within 3 standard errors" in page and "25.0, 50.0 %; stored 20.0, 50.0 %" in page
+
+
+def test_every_recipe_that_a_stored_file_names_counts_as_run() -> None:
+    recorded = recipes.record()
+    assert recorded["recipes/tiny-maze.toml"]["stored"] == ["benchmarks/results/credit.json"]
+    assert "studies/results/frontier.json" in recorded["recipes/tiny-dense-long.toml"]["stored"]
+    assert recorded["recipes/qwen3-30b-a3b.toml"]["stored"] == []
+    nested = {"comparisons": {"one": {"recipes": ["a.toml"], "runs": []}}, "two": {"recipes": ["b.toml"]}}
+    assert list(recipes.recipes_of_comparisons(nested)) == ["a.toml", "b.toml"]
+
+
+def test_a_claim_shows_the_comparisons_that_bear_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '[[claims]]\nclaim = "c"\npublished = "p"\nverdict = "partly"\nwhy = "w"\nresults = "moe"\n'
+    text += 'study = ["frontier", "dose"]\n'
+    file = tmp_path / "claims.toml"
+    monkeypatch.setattr(claims, "FILE", file)
+    file.write_text(text + 'shows.frontier = ["that gap, mixture minus dense"]\nshows.dose = []\n')
+    page = claims.page()
+    assert page.count("- Measured: ") == 3 and "that gap, mixture minus dense: " in page
+    assert "GSPO beside GRPO" not in page and "harm to GRPO" not in page
+    file.write_text(text + 'shows.frontier = ["another gap"]\n')
+    with pytest.raises(SystemExit, match="another gap"):
+        claims.page()
+
+
+def test_the_runs_made_again_are_one_of_each_ending_where_endings_differ() -> None:
+    survivor, other = repeat.chosen_runs("frontier")
+    assert (survivor["status"], other["status"]) == ("done", "collapsed")
+    first, second = repeat.chosen_runs("dose")
+    assert first["status"] == second["status"] == "done" and first["name"] != second["name"]
+
+
+def test_the_page_says_how_the_runs_made_again_were_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeat, "REPEATS", tmp_path)
+    content = {"exact": False, "date": "2026-11-18", "device": "NVIDIA H200", "commit": "abc", "runs": []}
+    for name, divided in (("frontier", True), ("dose", False)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content | {"study": name}))
+        assert ("one that survived and one that did not" in repeat.sentences(name)[0]) is divided
+
+
+def test_tables_and_headings_of_a_reading_stand_apart_from_its_sentences() -> None:
+    page = studies.experiment_page(STORED["frontier"])
+    assert "\n\n### Exploratory: not registered\n\n- " in page
+    assert ":\n\n| a run is stable if it | mixture | dense |\n|---|---|---|\n| registered" in page
+    # The table of rules has the registered comparison in its first row.
+    first = STORED["frontier"]["comparisons"][0]
+    low, high = first["interval"]
+    assert f"| registered: did not collapse | {first['mean']:+.2f} ({low:+.2f} to {high:+.2f}) |" in page
+    # What was not registered comes after what was, and the figures between them.
+    order = [
+        "The power was lower",
+        "study-frontier-frontier.svg",
+        "### Exploratory",
+        "At 2.4e-4 GSPO ends higher",
+        "### The opposite",
+    ]
+    assert [page.index(part) for part in order] == sorted(page.index(part) for part in order)
+    assert STORED["frontier"]["runs"][0]["ratio/token_log_std"] > 0
 
 
 @pytest.mark.slow
@@ -286,6 +357,7 @@ def test_two_trained_runs_of_each_study_give_the_stored_numbers(
     if repeat.made_on_gpu(STORED[name]):
         pytest.skip(f"made on a GPU: `python -m benchmarks.repeat {name} --gpus 0` makes two runs again there")
     study = read_study(ROOT / "studies" / f"{name}.toml")
-    for stored in repeat.chosen_runs(name):
-        again = repeat.run_again(study, stored, tmp_path / "again", Machine())
-        assert repeat.disagreements(stored, again, exact=True) == []
+    chosen = repeat.chosen_runs(name)
+    again = repeat.run_again(study, {stored["name"] for stored in chosen}, tmp_path / "again", Machine())
+    for stored in chosen:
+        assert repeat.disagreements(stored, again[stored["name"]], exact=True) == []

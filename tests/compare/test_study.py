@@ -342,7 +342,7 @@ def test_a_study_runs_to_its_verdict_and_a_single_run_of_it_again_to_the_same_bi
     again = run_study(
         read_study(file),
         folder=tmp_path / "again",
-        only="left-one-seed201",
+        only=["left-one-seed201"],
         say=lambda text: None,
     )
     assert again.exit_code == 0 and not again.results["complete"]
@@ -353,7 +353,7 @@ def test_a_study_runs_to_its_verdict_and_a_single_run_of_it_again_to_the_same_bi
 def test_the_checkpoints_of_ended_runs_go_where_that_is_asked_for(tmp_path: Path) -> None:
     file = study_file(tmp_path, sweep={}, endpoint={"kind": "score"}, beds={"left": {"recipe": str(tmp_path / "bed.toml")}})
     study, folder = read_study(file), tmp_path / "study"
-    run_study(study, folder=folder, only="left-one-seed201", keep_checkpoints=False, say=lambda text: None)
+    run_study(study, folder=folder, only=["left-one-seed201"], keep_checkpoints=False, say=lambda text: None)
     run = RunDirectory(folder / "runs" / "left-one-seed201")
     assert run.path.is_dir() and not run.checkpoint_steps()
     (job,) = [job for job in jobs(study.definition, folder) if job.seed == 201 and job.arm == "one"]

@@ -42,7 +42,7 @@ def study_command(
             folder=out,
             machine=chosen_machine(parallel, gpus),
             pilot=pilot,
-            only=only,
+            only=None if only is None else [only],
             seeds=None if seeds is None else read_seeds(seeds),
             seconds=seconds,
             finished=finished,

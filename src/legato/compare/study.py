@@ -28,7 +28,7 @@ def run_study(
     folder: Path | None = None,
     machine: Machine | None = None,
     pilot: bool = False,
-    only: str | None = None,
+    only: Collection[str] | None = None,
     seeds: Collection[int] | None = None,
     seconds: float = math.inf,
     finished: Sequence[Path] = (),
@@ -39,7 +39,7 @@ def run_study(
 ) -> Comparison:
     """Train all unfinished runs. When the last one has ended, compare; before that the results hold no comparison.
 
-    With `pilot` the pilot seeds run instead, in a folder of their own. With `only`, the run of that name alone; with
+    With `pilot` the pilot seeds run instead, in a folder of their own. With `only`, the runs of those names alone; with
     `seeds`, the runs of those seeds. After `seconds` no further run begins. `finished` names files of runs that were made
     on other machines; the seeds that were run to their end here are written to the file `export`. Without
     `keep_checkpoints`, those of a run are removed when it ends.
@@ -49,9 +49,10 @@ def run_study(
     store, planned = plan_runs(definition, folder or study_folder(study, pilot))
     say = GuardedSay(say, store.path)
     check_equal(definition, planned, "or allow it with unequal = true")
-    chosen = planned if only is None else [job for job in planned if job.name == only]
-    if not chosen:
-        raise InputError(f"expected the name of a run, got {only!r} (--only); the first is {planned[0].name}")
+    chosen = planned if only is None else [job for job in planned if job.name in only]
+    strangers = sorted({*(only or ())} - {job.name for job in planned})
+    if strangers:
+        raise InputError(f"expected the name of a run, got {strangers[0]!r} (--only); the first is {planned[0].name}")
     unknown = sorted({*(seeds or ())} - {*definition.seeds})
     if unknown:
         raise InputError(f"expected seeds out of {list(definition.seeds)}, got {unknown} (--seeds)")

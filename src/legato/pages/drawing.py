@@ -158,13 +158,15 @@ def _axes(figure: Figure, x: _Scale, y: _Scale, top: float) -> list[str]:
         parts.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="{_GRID}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end" fill="{_DIM}">{html.escape(word)}</text>')
     base = HEIGHT - _BOTTOM
-    for value, word in _ticks(x, figure.layout.get("xaxis", {})):
+    ticks = _ticks(x, figure.layout.get("xaxis", {}))
+    for value, word in ticks:
         at = x.at(value)
         if at is None:
             continue
         parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{base}" y2="{base + 4}" stroke="{_DIM}"/>')
         # Names share the width of the axis and are wrapped to it.
-        room = int((WIDTH - _LEFT - _RIGHT) / max(1, len(x.names)) / 6.4) if x.kind == "category" else 40
+        named = x.kind == "category" or "ticktext" in figure.layout.get("xaxis", {})
+        room = int((WIDTH - _LEFT - _RIGHT) / max(1, len(x.names or ticks)) / 6.4) if named else 40
         for number, piece in enumerate(textwrap.wrap(word, max(4, room), break_long_words=False)[:3]):
             place = f'x="{at:.1f}" y="{base + 17 + 13 * number}"'
             parts.append(f'<text {place} text-anchor="middle" fill="{_DIM}">{html.escape(piece)}</text>')

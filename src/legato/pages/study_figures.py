@@ -5,12 +5,14 @@ stand in the tables.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from legato.diagnostics.statistics.frontier import frontier
 from legato.diagnostics.statistics.intervals import wilson_interval
-from legato.diagnostics.statistics.paired import mean_interval
+from legato.diagnostics.statistics.paired import mean_interval, share_interval
 from legato.pages.comparison_figures import ARMS, DASHES
 from legato.pages.comparison_tables import Results
 from legato.pages.traces import Figure, Trace, figure
@@ -22,6 +24,8 @@ LABELS = {
 """What the number of a measurement is, short enough for an axis."""
 AXES = {"training.lr": "learning rate", "training.router_noise": "noise on the routers", "length": "length (tokens)"}
 """Swept options in words."""
+ROLES = {"token-wide": "GRPO", "sequence-narrow": "GSPO"}
+"""The corners of the 2 x 2 of unit and band that are published algorithms, with their published bands."""
 _ACCURACY = {"tickformat": ".0%", "title": {"text": "held-out accuracy at the end"}}
 
 
@@ -42,7 +46,7 @@ def study_figures(results: Results) -> dict[str, Figure]:
 
 
 def _frontier(results: Results) -> dict[str, Figure | None]:
-    """The largest stable value by arm and bed, and the 2 x 2 of unit and band where the arms are named so."""
+    """The largest stable value by arm and bed, the 2 x 2 of unit and band where the arms are named so, and accuracies."""
     axis, beds = results["endpoint"]["axis"], list(results["beds"])
     name = f"largest stable {AXES.get(axis, axis)}"
     arms = list(results["arms"])
@@ -51,8 +55,8 @@ def _frontier(results: Results) -> dict[str, Figure | None]:
         for number, bed in enumerate(beds)
         for trace in _frontier_traces(results, bed, bed, dict(enumerate(arms)), number, len(beds))
     ]
-    layout = _frontier_layout(results, arms, "arm", name)
-    drawn = {"frontier": figure(name.capitalize(), _frontier_note(results), traces, layout)}
+    layout = _frontier_layout(results, [_label(arm) for arm in arms], name)
+    drawn = {"frontier": figure(f"{name.capitalize()} by algorithm", _frontier_note(results), traces, layout)}
     for bed in beds:
         units = {unit: {0: f"{unit}-wide", 1: f"{unit}-narrow"} for unit in ("token", "sequence")}
         if all(_frontiers(results, bed, arm) for places in units.values() for arm in places.values()):
@@ -62,12 +66,44 @@ def _frontier(results: Results) -> dict[str, Figure | None]:
                 for trace in _frontier_traces(results, bed, f"{unit} ratio", places, number, 2, lines=True)
             ]
             title = f"Unit of the ratio and width of the band{f', {bed}' if bed else ''}"
-            layout = _frontier_layout(results, ["wide band", "narrow band"], "band", name)
+            bands = [f"{width} clip band{_limits(results['arms'][f'token-{width}'])}" for width in ("wide", "narrow")]
+            layout = _frontier_layout(results, bands, name)
             drawn[f"unit-and-band{f'-{bed}' if bed else ''}"] = figure(title, _frontier_note(results), traces, layout)
+    for bed in beds:
+        where = f", {bed}" if len(beds) > 1 else ""
+        drawn[f"accuracy{f'-{bed}' if where else ''}"] = _accuracy_beside_the_start(results, bed, where)
     return drawn
 
 
-def _frontier_layout(results: Results, names: Sequence[str], across: str, up: str) -> dict[str, Any]:
+def _accuracy_beside_the_start(results: Results, bed: str, where: str) -> Figure | None:
+    """Accuracy at the end over the swept option, with a line where training began: a run may survive and learn nothing."""
+    axis = results["endpoint"]["axis"]
+    runs = [run for run in results["runs"] if run["bed"] == bed]
+    accuracy, _ = _scores_over(results, runs, axis, where)
+    starts = [run["start"] for run in runs]
+    if accuracy is None or None in starts:
+        return accuracy
+    start = math.fsum(starts) / len(starts)
+    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": start, "y1": start, "line": {"dash": "dot"}}
+    note = f"means of {len(results['seeds'])} seeds, bars: 95 % intervals; dotted line: accuracy at the start"
+    layout = accuracy.layout | {"shapes": [line]}
+    layout["xaxis"] = layout["xaxis"] | {"title": {"text": f"{AXES.get(axis, axis)} ({note})"}}
+    caption = f"Not registered as an endpoint. {accuracy.caption} Collapsed runs count with what they ended at."
+    return replace(accuracy, layout=layout, caption=caption)
+
+
+def _label(arm: str) -> str:
+    """The name of an arm, with the published algorithm that it is."""
+    return f"{arm} ({ROLES[arm]})" if arm in ROLES else arm
+
+
+def _limits(options: Mapping[str, Any]) -> str:
+    """The clip band of an arm in brackets, as in " (0.2 / 0.27)"."""
+    ends = [options.get(f"algorithm.objective.trust.clip.{end}") for end in ("low", "high")]
+    return "" if None in ends else f" ({' / '.join(_short(end) for end in ends if end is not None)})"
+
+
+def _frontier_layout(results: Results, names: Sequence[str], up: str) -> dict[str, Any]:
     values = sorted(results["sweep"][results["endpoint"]["axis"]])
     below = values[0] / (
         values[1] / values[0] if len(values) > 1 else 2
@@ -77,6 +113,10 @@ def _frontier_layout(results: Results, names: Sequence[str], across: str, up: st
         "ticktext": [f"< {_short(values[0])}", *(_short(value) for value in values)],
     }
     ends = [math.log10(below / 1.4), math.log10(values[-1] * 1.5)]
+    # The figure is quoted without its caption.
+    across = (
+        f"small dots: {len(results['seeds'])} seeds; bars: 95 % interval of each mean; triangle: some seeds beyond the sweep"
+    )
     return {
         "xaxis": _categories(names, across),
         "yaxis": {"type": "log", **labels, "range": ends, "title": {"text": up}},
@@ -97,6 +137,7 @@ def _frontier_traces(
 ) -> list[Trace]:
     """The seeds as small dots, and their means with intervals."""
     middle, above, below, at, symbols = [], [], [], [], []
+    room = 0.04 * len(places)  # equally wide in every figure: fewer places are further apart
     dots: list[tuple[float, float]] = []
     for place, arm in places.items():
         seeds = _frontiers(results, bed, arm)
@@ -106,15 +147,17 @@ def _frontier_traces(
         mean = math.fsum(logs) / len(logs)
         floor = math.sqrt(math.fsum(seed["variance"] for seed in seeds) / len(seeds))
         low, high = mean_interval(logs, floor=floor) or (mean, mean)
-        x = _beside(place, number, count)
-        at.append(x)
+        x = _beside(place, number, count, gap=2 * room)
+        at.append(x + room / 2)
         middle.append(2.0**mean)
         above.append(2.0**high - 2.0**mean)
         below.append(2.0**mean - 2.0**low)
         censored = {seed["censored"] for seed in seeds}
         symbols.append("triangle-down" if "low" in censored else "triangle-up" if "high" in censored else "circle")
-        width = 0.09
-        dots += [(x + width * (2 * (order + 0.5) / len(logs) - 1), 2.0**value) for order, value in enumerate(sorted(logs))]
+        for value, seeds_here in Counter(logs).items():  # a row of dots for each value, left of the mean
+            dots += [
+                (x - 0.3 * room + 0.11 * room * (order - (seeds_here - 1) / 2), 2.0**value) for order in range(seeds_here)
+            ]
     summary = _trace(name, at, middle, above, below, number, lines)
     summary["marker"]["symbol"] = symbols
     colour = summary["marker"]["color"]
@@ -125,7 +168,7 @@ def _frontier_traces(
         "showlegend": False,
         "x": [x for x, _ in dots],
         "y": [y for _, y in dots],
-        "marker": {"color": colour, "size": 5, "opacity": 0.35},
+        "marker": {"color": colour, "size": 5, "opacity": 0.5},
     }
     return [seeds_trace, summary]
 
@@ -178,11 +221,11 @@ def _scores_over(
     }
     places = _aside(places, logarithmic)
     curves = [
-        _points(arm, places[arm], [[run["score"] or 0.0 for run in each] for each in at.values()], number)
+        _points(_label(arm), places[arm], [[run["score"] or 0.0 for run in each] for each in at.values()], number)
         for number, (arm, at) in enumerate(rows.items())
     ]
     alive = [
-        _shares(arm, places[arm], [[run["status"] == "done" for run in each] for each in at.values()], number)
+        _shares(_label(arm), places[arm], [[run["status"] == "done" for run in each] for each in at.values()], number)
         for number, (arm, at) in enumerate(rows.items())
     ]
     shown = "experts that flipped" if flipped else AXES.get(axis, axis)
@@ -267,7 +310,7 @@ def _measurement_figures(results: Results) -> dict[str, Figure | None]:
         for number, arm in enumerate(results["arms"]):
             runs = [run for run in results["runs"] if run["arm"] == arm and (not others or run["point"][others[0]] == other)]
             rows = [[run["value"] for run in runs if run["point"][first] == value] for value in values]
-            traces.append(_points(arm, places[arm], rows, number))
+            traces.append(_points(arm, places[arm], rows, number, shares=False))
         ticks = {"tickvals": values, "ticktext": [str(value) for value in values]}
         layout = {
             "xaxis": {"type": "log", "title": {"text": AXES.get(first, first)}, **ticks},
@@ -289,9 +332,9 @@ def _categories(names: Sequence[str], title: str) -> dict[str, Any]:
     return {"title": {"text": title}, "tickvals": places, "ticktext": list(names), "range": [-0.5, len(names) - 0.5]}
 
 
-def _beside(place: float, number: int, count: int) -> float:
+def _beside(place: float, number: int, count: int, gap: float = 0.24) -> float:
     """The place of one of `count` traces around the place of a category."""
-    return place + 0.24 * (number - (count - 1) / 2)
+    return place + gap * (number - (count - 1) / 2)
 
 
 def _aside(places: Mapping[str, Sequence[float]], logarithmic: bool) -> dict[str, list[float]]:
@@ -320,12 +363,13 @@ def _points(
     number: int,
     *,
     lines: bool = True,
+    shares: bool = True,
 ) -> Trace:
-    """A trace of means with their t intervals."""
+    """A trace of means with their t intervals, which end at 0 and 1 for shares."""
     middle, above, below = [], [], []
     for values in rows:
         mean = math.fsum(values) / len(values)
-        low, high = mean_interval(values) or (mean, mean)
+        low, high = (share_interval if shares else mean_interval)(values) or (mean, mean)
         middle.append(mean)
         above.append(high - mean)
         below.append(mean - low)
