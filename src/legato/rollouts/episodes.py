@@ -537,8 +537,13 @@ class Session:
             playing.stop = StopReason.ENVIRONMENT
         elif response.stop.truncated or (limit := self._limit_reached(playing)) is not None:
             playing.stop = response.stop if response.stop.truncated else limit
-        elif self._insert_reply(playing, response, turn, answer):
-            return True
+        else:
+            try:
+                if self._insert_reply(playing, response, turn, answer):
+                    return True
+            except InputError as error:  # messages that the template refuses, or that have none
+                playing.fault = f"environment: {error}"
+                return False
         self._end_episode(playing, code)
         return False
 
