@@ -23,6 +23,13 @@ def record() -> dict[str, dict[str, Any]]:
         for comparison in json.loads((ROOT / path).read_text()).values():
             for recipe in comparison["recipes"]:
                 stored.setdefault(recipe, []).append(path)
+    path = "benchmarks/results/credit.json"
+    credit = json.loads((ROOT / path).read_text())
+    for recipes in (comparison["recipes"] for comparison in credit["comparisons"].values()):
+        for recipe in recipes:
+            stored.setdefault(recipe, []).append(path)
+    for environment in credit["runs"]:
+        stored.setdefault(f"recipes/tiny-{environment}.toml", []).append(path)
     for file in sorted((ROOT / "studies" / "results").glob("*.json")):
         for recipes in json.loads(file.read_text())["beds"].values():
             for recipe in recipes:

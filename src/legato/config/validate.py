@@ -45,7 +45,7 @@ def merge(into: Layer, layer: Layer, root: Section) -> None:
         if isinstance(below, dict) and isinstance(above, dict):
             if "kind" in above and above["kind"] != below.get("kind", section.fields["kind"].default):
                 _drop_options(into, path, section)
-            if "environment_options" in below and "environment" in above and above["environment"] != below.get("environment"):
+            if "environment" in above and above["environment"] != below.get("environment"):
                 into.drop((*path, "environment_options"))
             if path == ("reward",) and above.get("kind") and not above.get("components"):
                 into.drop(("reward", "components"))
