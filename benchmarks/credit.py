@@ -111,10 +111,14 @@ def _section(bed: str, comparison: Mapping[str, Any]) -> list[str]:
     lines = [f"{recipes} on {comparison['on']}, {comparison['date']}, commit {comparison['commit']}.", _NOTES[bed], ""]
     lines += [f"- {sentence}" for sentence in sentences(comparison)]
     for table in tables(comparison):
+        if table.title == "Stability frontier" and len(comparison["points"]) == 1:
+            continue  # one value shows no frontier
         if table.title != "Runs that did not end well" or any(row[1] not in ("waiting", "stopped") for row in table.rows):
             lines += ["", f"**{table.title}.** {table.note}", "", *markdown(table.headings, table.rows)]
     if bed == "teacher":
-        return lines + _reached(comparison)
+        lines += _reached(comparison)
+    if len(comparison["points"]) > 1:
+        return lines  # a curve would mix learning rates
     counted = {seed for point in comparison["points"] for seed in point["seeds"]}
     return lines + moe.curves(comparison["arms"], [run for run in comparison["runs"] if run["seed"] in counted])
 
@@ -130,12 +134,13 @@ def _reached(comparison: Mapping[str, Any]) -> list[str]:
             there = [step for step in first if step is not None]
             rate = next(iter(point["point"].values()))
             mean = f"{sum(there) / len(there):.0f}" if there else "-"
-            rows.append([f"{rate:g}", arm, f"{len(there)} of {len(first)}", mean])
+            by_seed = ", ".join(f"{run['seed']}: {step or '-'}" for run, step in zip(runs, first, strict=True))
+            rows.append([f"{rate:g}", arm, f"{len(there)} of {len(first)}", mean, by_seed])
     note = (
-        "**Reaching 90 %.** Seeds whose sampled held-out accuracy came to 90 %, and the mean of the first step at which it"
-        " did. The other seeds did not come there in the steps they had."
+        "**Reaching 90 %.** Seeds whose sampled held-out accuracy came to 90 %, the mean of the first step at which it"
+        " did, and that step by seed. The other seeds did not come there in the steps they had."
     )
-    return ["", note, "", *markdown(("learning rate", "arm", "seeds", "mean step"), rows)]
+    return ["", note, "", *markdown(("learning rate", "arm", "seeds", "mean step", "seed: step"), rows)]
 
 
 def _first_step(evaluations: Sequence[Mapping[str, Any]], share: float) -> int | None:
