@@ -128,7 +128,7 @@ class Blocks:
             prompt=prompt,
             place=positions - covered[prompt],
             ends=counts.cumsum(0) - 1,
-            sources=[(source, *torch.tensor(pairs).unbind(1)) for source, pairs in rows.items()],
+            sources=[(source, torch.tensor(pairs)[:, 0], torch.tensor(pairs)[:, 1]) for source, pairs in rows.items()],
             hidden=(torch.arange(self.width) > last[:, :, None]).unsqueeze(1),
         )
 
@@ -170,8 +170,8 @@ class Blocks:
         padded = query.new_zeros(len(self.lengths), reuse.hidden.shape[2], *query.shape[1:])
         padded[reuse.prompt, reuse.place] = query
         padded = padded.transpose(1, 2)
-        heads = _plain_heads(layer, padded, *tables, scaling)
-        attended = attend(heads, padded, *tables, as_bias(~reuse.hidden, query))
+        heads = _plain_heads(layer, padded, tables[0], tables[1], scaling)
+        attended = attend(heads, heads.query, heads.key, heads.value, as_bias(~reuse.hidden, query))
         return attended[reuse.prompt, :, reuse.place].flatten(1)
 
     def _make_room(self, layer: int, like: Tensor) -> None:
