@@ -142,6 +142,13 @@ def test_a_request_that_is_not_continued_keeps_nothing() -> None:
     assert engine.keeper.bytes == 0 and all(one.kept is None for row in responses for one in row)
 
 
+def test_an_engine_that_records_routes_keeps_nothing() -> None:
+    """Routes are recorded for every prompt token, so every prompt token must be computed."""
+    engine = LocalEngine(make_policy("qwen3-moe"), way="blocks", record_routes=True)
+    responses = engine.generate(first_requests((1, 1, 1, 1)), Sampling(), LIMITS)
+    assert engine.keeper.bytes == 0 and all(one.kept is None and one.routes is not None for row in responses for one in row)
+
+
 class Echo:
     """Four turns, each answered with three tokens; an episode may end before."""
 

@@ -864,8 +864,8 @@ def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
     named = [(path, kind) for path, kind in rewards.items() if kind is not None]
     if config.task.environment is not None and all(kind != "environment" for _, kind in named):
         notes.append(
-            f"{named[0][0]} = {named[0][1]!r} scores finished rollouts: the rewards that the environment gives its turns are not"
-            " used; reward.kind=environment uses them"
+            f"{named[0][0]} = {named[0][1]!r} scores finished rollouts: the rewards that the environment gives its turns are"
+            " not used; reward.kind=environment uses them"
         )
     kinds = {"task.kind": config.task.kind, "task.environment": config.task.environment, "reward.kind": config.reward.kind}
     for path, kind in kinds.items():
