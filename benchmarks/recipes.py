@@ -20,6 +20,9 @@ def record() -> dict[str, dict[str, Any]]:
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         for recipe in recipes_of_comparisons(json.loads(file.read_text())):
             stored.setdefault(recipe, []).append(str(file.relative_to(ROOT)))
+    path = "benchmarks/results/credit.json"
+    for environment in json.loads((ROOT / path).read_text()).get("runs", {}):
+        stored.setdefault(f"recipes/tiny-{environment}.toml", []).append(path)
     for file in sorted((ROOT / "studies" / "results").glob("*.json")):
         for recipes in json.loads(file.read_text())["beds"].values():
             for recipe in recipes:

@@ -19,6 +19,7 @@ from benchmarks.routing import routing_section
 from benchmarks.step.page import engine_section, step_section
 from benchmarks.step.page import load_results as measured
 from benchmarks.trust.page import trust_page
+from benchmarks.turns import turns_section
 from legato import parts
 from legato.algorithms.catalogue import algorithm_names, entry
 from legato.algorithms.cautions import cautions
@@ -77,7 +78,13 @@ def pages() -> dict[str, str]:
 def performance() -> str:
     """Return the page of all benchmarks that have been run, from their result files."""
     sections = [performance_page(json.loads(RESULTS.read_text()))]
-    for name, section in (("engine", engine_section), ("routing", routing_section), ("step", step_section)):
+    sections_by_name = (
+        ("engine", engine_section),
+        ("turns", turns_section),
+        ("routing", routing_section),
+        ("step", step_section),
+    )
+    for name, section in sections_by_name:
         results = measured(name)
         if results is not None:
             sections.append(section(results).rstrip("\n") + "\n\n")

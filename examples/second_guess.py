@@ -1,10 +1,11 @@
 """An environment of two turns: the model answers, is told whether that was right, and may answer once more.
 
-    legato train recipes/tiny.toml task.environment=examples/second_guess.py:SecondGuess \
-        algorithm=turn-gspo algorithm.advantage=turn-return
+    legato train recipes/tiny.toml task.environment=examples/second_guess.py:SecondGuess reward.kind=environment \
+        rollouts.max_response_tokens=32 algorithm=turn-gspo algorithm.advantage=turn-return
 
 A right first answer earns 1 and ends the episode; a right second one earns 0.5. The reward of each turn reaches the
-advantage of that turn. `tests/training/test_turns.py` trains the tiny model on it.
+advantage of that turn. The recipe names another reward and shorter responses, hence these two options.
+`tests/training/test_turns.py` trains the tiny model on it.
 """
 
 from legato import Problem

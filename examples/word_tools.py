@@ -1,7 +1,7 @@
 """An environment with tools: the model may ask for letters of a hidden word, then says how many vowels it has.
 
     legato train recipes/smollm2.toml task.kind=examples/word_tools.py:Words task.environment=examples/word_tools.py:Vowels \
-        algorithm=gspo-token algorithm.advantage=turn-return
+        reward.kind=environment algorithm=gspo-token algorithm.advantage=turn-return
 
 A public method with type hints is a tool; its docstring tells the model what it does. `tests/examples/test_own.py` plays it.
 """

@@ -1,6 +1,7 @@
 """The episode runner: the author of each token, when requests are submitted, where a rollout ends, and faults."""
 
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -449,11 +450,11 @@ def test_a_template_that_changes_earlier_turns_starts_a_new_row() -> None:
     assert rollout.dialogue == ("1=5", "no:", "6")
 
 
-def test_the_error_of_a_template_that_refuses_messages_lists_their_roles() -> None:
+def test_a_template_that_refuses_messages_costs_the_rollout_and_the_fault_lists_their_roles() -> None:
     refusing = TEMPLATE.replace("<{{ m.role }}>", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}")
     environment = Replying(lambda turn, text, stop: Reply(content=[{"role": "tool", "content": "no"}]))
-    with pytest.raises(ValueError, match=r"got user, assistant, tool .*no tools"):
-        play(replace(make_runner(Speaking("5", "6"), environment), rendering=chat_rendering(refusing)))
+    (rollout,) = play(replace(make_runner(Speaking("5", "6"), environment), rendering=chat_rendering(refusing)))
+    assert re.search(r"environment: .*got user, assistant, tool .*no tools", rollout.fault or "")
 
 
 def test_a_whole_number_is_a_reward() -> None:
@@ -461,10 +462,10 @@ def test_a_whole_number_is_a_reward() -> None:
     assert rollout.turn_rewards == (1.0,) and type(rollout.turn_rewards[0]) is float
 
 
-def test_chat_messages_need_a_template() -> None:
+def test_chat_messages_need_a_template_and_cost_their_rollout_without() -> None:
     environment = Replying(lambda turn, text, stop: Reply(content=[{"role": "tool", "content": "no"}]))
-    with pytest.raises(ValueError, match="expected replies of text"):
-        play(make_runner(Speaking("5", "6"), environment))
+    (rollout,) = play(make_runner(Speaking("5", "6"), environment))
+    assert (rollout.fault or "").startswith("environment: expected replies of text, got chat messages")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Settings about turns and values that would have no effect are refused, and an environment brings its reward."""
 
+from pathlib import Path
+
 import pytest
 
 from legato.config.load import dump, load
 from legato.errors import InputError
+from legato.run.train import _notes
 
 ENVIRONMENT = "task.environment=mine.py:World"
 
@@ -49,6 +52,31 @@ def test_an_environment_brings_its_reward_and_another_may_be_named() -> None:
     components = load([], [ENVIRONMENT, "reward.components={a = {kind = 'exact'}}"]).config.reward
     assert components.kind is None and list(components.components) == ["a"]
     assert load([]).config.reward.kind == "number"
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        (["reward.kind=exact"], "reward.kind = 'exact'"),
+        (["reward.components={a = {kind = 'exact'}}"], "reward.components.a.kind = 'exact'"),
+        (["reward.components={a = {kind = 'exact'}, b = {kind = 'environment'}}"], None),
+        ([], None),
+    ],
+)
+def test_a_run_says_that_rewards_of_turns_are_not_used(words: list[str], path: str | None) -> None:
+    notes = [note for note in _notes(load([], [ENVIRONMENT, *words]), []) if "scores finished rollouts" in note]
+    assert len(notes) == (path is not None) and all(note.startswith(f"{path} ") for note in notes)
+    assert not any("scores finished rollouts" in note for note in _notes(load([]), []))
+
+
+def test_another_environment_drops_the_options_of_the_one_before(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[task]\nenvironment = "guess"\nenvironment_options = { guesses = 2 }\n')
+    assert load([recipe]).config.task.environment_options == {"guesses": 2}
+    assert load([recipe], ["task.environment=guess"]).config.task.environment_options == {"guesses": 2}
+    assert load([recipe], [ENVIRONMENT]).config.task.environment_options == {}
+    words = [ENVIRONMENT, "task.environment_options.size=3"]
+    assert load([recipe], words).config.task.environment_options == {"size": 3}
 
 
 def test_a_dumped_config_with_an_environment_loads_as_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -39,12 +39,14 @@ def family_of(path: Path) -> str:
 
 
 def merge(into: Layer, layer: Layer, root: Section) -> None:
-    """Merge a source over the lower ones. A new kind of task or reward drops the options of the old kind."""
+    """Merge a source over the lower ones. A new kind of task, reward or environment drops the options of the old one."""
     for path, section in tables_with_kind(root, into.tree):
         below, above = into.at(path), layer.at(path)
         if isinstance(below, dict) and isinstance(above, dict):
             if "kind" in above and above["kind"] != below.get("kind", section.fields["kind"].default):
                 _drop_options(into, path, section)
+            if "environment" in above and above["environment"] != below.get("environment"):
+                into.drop((*path, "environment_options"))
             if path == ("reward",) and above.get("kind") and not above.get("components"):
                 into.drop(("reward", "components"))
             if path == ("reward",) and above.get("components") and not above.get("kind"):

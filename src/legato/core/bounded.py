@@ -75,6 +75,32 @@ def exponential_sum(exponent: PerToken, factor: Spread, mask: Mask) -> Scalar:
     return total
 
 
+class _RowMeans(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exponent: Tensor, factor: Tensor, mask: Mask) -> Tensor:
+        lengths = mask.lengths.clamp(min=1)
+        terms = mask.select_(exponent.exp()).mul_(factor * mask.lengths)
+        ctx.terms, ctx.lengths = terms, lengths
+        first = terms.gather(1, mask.tokens.to(torch.uint8).argmax(1, keepdim=True))
+        first = torch.where(first.isfinite(), first, 0.0)  # inf - inf would be NaN
+        return (first + mask.difference(terms, first.expand_as(terms)).sum(1, keepdim=True) / lengths).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        # As in `exponential_sum`: the memory of the terms becomes the gradient.
+        return ctx.terms.div_(ctx.lengths).mul_(gradients[0]), None, None
+
+
+def sum_of_row_means(exponent: PerToken, factor: Spread, mask: Mask) -> Scalar:
+    """`exponential_sum` in the order of a ratio per row: the terms of a row times its length, then their mean.
+
+    The mean is taken of differences from the row's first term. If all terms of a row are equal, value and gradient have the
+    bits of exp(exponent) * (factor * length) computed once for the row, as `gspo` does. Its backward can run only once.
+    """
+    total: Tensor = _RowMeans.apply(exponent, factor, mask)  # type: ignore[no-untyped-call]
+    return total
+
+
 def choose(condition: SpreadMask, where: Tensor | float, elsewhere: float) -> Tensor:
     """`where` the condition holds, else `elsewhere`. Two plain numbers give float64: `torch.where` would round them to
     float32, and 1.05 or log1p(4e-4) with them."""

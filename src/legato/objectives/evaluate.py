@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from legato.core.bounded import exponential_sum, weighted_sum
+from legato.core.bounded import exponential_sum, sum_of_row_means, weighted_sum
 from legato.core.counts import Counts
 from legato.core.outcome import Coefficients, Outcome, Trace
 from legato.core.own_parts import check_returned, check_returned_type
@@ -179,7 +179,9 @@ def _policy(objective: Objective, region: Region, factor: Spread, signals: Signa
         weight = weight.expand(mask.tokens.shape).detach() * factor
         return weighted_sum(signals.logprobs, weight, mask)
     if region.value is None and log_value.shape[1] != 1:
-        return exponential_sum(log_value, factor, mask)
+        # A carried ratio is one number of the response: with equal advantages the bits are those of the ratio itself.
+        add_up = sum_of_row_means if objective.ratio.gradient == "carrier" else exponential_sum
+        return add_up(log_value, factor, mask)
     return _total(log_value.exp() if region.value is None else region.value, factor, signals)
 
 

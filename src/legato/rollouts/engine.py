@@ -21,6 +21,10 @@ class Request:
     prompt: Tensor
     """[P] token ids, at least one."""
     seeds: tuple[int, ...]
+    keep: bool = False
+    """Whether a later request will begin with this prompt and one of its responses. An engine may then keep KV caches."""
+    kept: object = None
+    """`Response.kept` of the response that this prompt continues; None: there is none."""
 
 
 @settings()
@@ -96,6 +100,8 @@ class Response:
     """Routes of the prompt and of all response tokens but the last; None if the engine does not record routes."""
     server: str | None = None
     """The name of the server that sampled it; None: the engine has none, or one only."""
+    kept: object = None
+    """The KV cache of its text, for the request that continues it; None: the engine kept none, or finds it by itself."""
 
 
 def make_responses(

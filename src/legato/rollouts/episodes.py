@@ -192,6 +192,8 @@ class _Playing:
     """What policy and environment said, in turn."""
     servers: set[str | None] = field(default_factory=set)
     """The servers that sampled its turns."""
+    kept: object = None
+    """The KV cache that the engine left with the last turn (`Response.kept`)."""
     started: float = field(default_factory=time.monotonic)
     rewards: list[float | None] = field(default_factory=list)
     states: list[int] = field(default_factory=[START_STATE].copy)
@@ -207,8 +209,9 @@ class _Playing:
         return self.turns_before + len(self.turns)
 
     def add_turn(self, response: Response) -> None:
-        """Append a turn of the policy."""
-        self.turns.append(response)
+        """Append a turn of the policy. Only the KV cache of the last turn is held."""
+        self.kept = response.kept
+        self.turns.append(replace(response, kept=None))
         self.versions.append(response.version)
         self.length += len(response.tokens)
         self.texts.append(response.text)
@@ -389,7 +392,10 @@ class Session:
             for number, start in zip(numbers, starts, strict=True)
         }
         together = self._open(list(groups.values()))
-        requests = [Request(prompt=each[0].prompt, seeds=tuple([one.seed for one in each])) for each in together]
+        requests = [
+            Request(prompt=each[0].prompt, seeds=tuple([one.seed for one in each]), keep=self.max_turns > 1)
+            for each in together
+        ]
         limits = self.runner.turn_limits(self.runner.limits.max_response_tokens)
         with self._lock:
             if self._cancelled:
@@ -490,6 +496,7 @@ class Session:
                     used = max(playing.length, len(self.row_so_far(playing)) - playing.first_prompt)
                     going_on.setdefault(self.runner.limits.max_response_tokens - used, []).append(playing)
                 else:
+                    playing.kept = None
                     ended.append(playing)
         for left, together in going_on.items():
             requests = [self._next_request(playing) for playing in together]
@@ -530,8 +537,13 @@ class Session:
             playing.stop = StopReason.ENVIRONMENT
         elif response.stop.truncated or (limit := self._limit_reached(playing)) is not None:
             playing.stop = response.stop if response.stop.truncated else limit
-        elif self._insert_reply(playing, response, turn, answer):
-            return True
+        else:
+            try:
+                if self._insert_reply(playing, response, turn, answer):
+                    return True
+            except InputError as error:  # messages that the template refuses, or that have none
+                playing.fault = f"environment: {error}"
+                return False
         self._end_episode(playing, code)
         return False
 
@@ -606,7 +618,13 @@ class Session:
         return torch.cat(pieces)
 
     def _next_request(self, playing: _Playing) -> Request:
-        return Request(prompt=self.row_so_far(playing), seeds=(seed_of("turn", playing.seed, playing.turn_count),))
+        kept, playing.kept = playing.kept, None
+        return Request(
+            prompt=self.row_so_far(playing),
+            seeds=(seed_of("turn", playing.seed, playing.turn_count),),
+            keep=playing.turn_count + 1 < self.max_turns,
+            kept=kept,
+        )
 
     def _rollout(self, playing: _Playing, temperature: float) -> Rollout:
         """The record of an episode."""

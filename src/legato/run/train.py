@@ -859,6 +859,14 @@ def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
             f"the run has {count(training.total_updates, 'update')}: training.warm_up_updates = {training.warm_up_updates}"
             f" is shortened to {training.warm_up(training.total_updates)}"
         )
+    rewards = {"reward.kind": config.reward.kind}
+    rewards |= {f"reward.components.{name}.kind": each.kind for name, each in config.reward.components.items()}
+    named = [(path, kind) for path, kind in rewards.items() if kind is not None]
+    if config.task.environment is not None and all(kind != "environment" for _, kind in named):
+        notes.append(
+            f"{named[0][0]} = {named[0][1]!r} scores finished rollouts: the rewards that the environment gives its turns are"
+            " not used; reward.kind=environment uses them"
+        )
     kinds = {"task.kind": config.task.kind, "task.environment": config.task.environment, "reward.kind": config.reward.kind}
     for path, kind in kinds.items():
         if kind is not None and ":" in kind:

@@ -3,14 +3,19 @@
 Rows are grouped into blocks of equal size, each block of one prompt. Attention over the prompt's keys is one matrix product
 per block; attention over response keys is one per row. If prompts have different numbers of rows, some places stay empty.
 Rows of another decoder may join later. All rows write the same column, so the keys of a row that joined start further right.
+If the KV cache of an earlier turn was kept (`kept.py`), the prefill computes only the tokens after it.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from legato.policy.layers.unrolled import Unrolled
-from legato.policy.layout.attention import Heads
+from legato.policy.layout.attention import Heads, as_bias, attend
 from legato.policy.layout.packs import Pack
+from legato.rollouts.local.kept import KeptRows, KeptText, Tables
 
 
 class _Arrangement:
@@ -51,6 +56,30 @@ class _Arrangement:
         return torch.where(table < 0, table[:, :1], table)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reuse:
+    """Which prompt tokens are computed, and where the keys and values of the others are. There are N computed tokens."""
+
+    tokens: Tensor
+    """[N]"""
+    positions: Tensor
+    """[N]"""
+    prompt: Tensor
+    """[N]: the prompt of each token."""
+    place: Tensor
+    """[N]: its place among the computed tokens of its prompt."""
+    ends: Tensor
+    """[G]: the last token of each prompt among the N."""
+    sources: list[tuple[KeptRows, Tensor, Tensor]]
+    """(kept rows, which of them, [n]; the prompts that begin with them, [n])"""
+    hidden: Tensor
+    """[G, 1, S, P] bool: the keys that each computed token does not attend to."""
+
+
+def _plain_heads(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Heads:
+    return Heads(layer=layer, query=query, key=key, value=value, scaling=scaling, window=None, softcap=None, sinks=None)
+
+
 class Blocks:
     """Decodes a wave of rows: each prompt is prefilled once, then every row decodes one token per pass."""
 
@@ -69,6 +98,7 @@ class Blocks:
         """By layer: keys and values of the blocks' prompts, [B * K, P, D]."""
         self.own: dict[int, tuple[Tensor, ...]] = {}
         """By layer: keys and values of the responses, [B, K, size, limit, D]."""
+        self._reuse: _Reuse | None = None
         self._arrange()
 
     def _arrange(self) -> None:
@@ -79,8 +109,36 @@ class Blocks:
         self.block_starts = None if self.starts is None else self.arrangement.spread(self.starts)[:, None, :, None, None]
         """[B, 1, size, 1, 1]: `starts` laid out as blocks."""
 
+    def reuse(self, kept: Sequence[tuple[KeptText, int] | None]) -> None:
+        """Prefill only what follows KV caches of earlier turns: for each prompt a cache and how many tokens it covers."""
+        packed = self.packed
+        covered = torch.tensor([0 if one is None else one[1] for one in kept])
+        prompt = torch.repeat_interleave(packed.prefix_lengths)
+        computed = packed.positions >= covered[prompt]
+        prompt, positions = prompt[computed], packed.positions[computed]
+        counts = packed.prefix_lengths - covered
+        rows: dict[KeptRows, list[tuple[int, int]]] = {}
+        for number, one in enumerate(kept):
+            if one is not None:
+                rows.setdefault(one[0].rows, []).append((one[0].row, number))
+        last = covered[:, None] + torch.arange(int(counts.max()))
+        self._reuse = _Reuse(
+            tokens=packed.tokens[computed],
+            positions=positions,
+            prompt=prompt,
+            place=positions - covered[prompt],
+            ends=counts.cumsum(0) - 1,
+            sources=[(source, torch.tensor(pairs)[:, 0], torch.tensor(pairs)[:, 1]) for source, pairs in rows.items()],
+            hidden=(torch.arange(self.width) > last[:, :, None]).unsqueeze(1),
+        )
+
     def first(self) -> Tensor:
         """Prefill the prompts; logits [n, V] of the first token of each row."""
+        if self._reuse is not None:
+            reuse = self._reuse
+            hidden = self.body.hidden(reuse.tokens, reuse.positions, self._resume, wanted=reuse.ends)
+            self._reuse = None
+            return self.body.head.exact(hidden)[self.owner]
         packed = self.packed
         ends = packed.prompt_ends
         hidden = self.body.hidden(packed.tokens, packed.positions, self._start, wanted=None if self.every else ends)
@@ -90,11 +148,62 @@ class Blocks:
         """Attention among prompt tokens. Their keys and values go to the KV cache."""
         index = self.packed.prefix[self.arrangement.prompts]
         self.prompts[layer] = tuple(x[index].transpose(1, 2).flatten(0, 1) for x in (key, value))
-        room = len(index), key.shape[1], self.arrangement.size, self.limit, key.shape[2]
-        self.own[layer] = key.new_zeros(room), key.new_zeros(room)
+        self._make_room(layer, key)
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        heads = Heads(layer=layer, query=query, key=key, value=value, scaling=scaling, window=None, softcap=None, sinks=None)
-        return self.packed.attend(heads)[0].flatten(1)
+        return self.packed.attend(_plain_heads(layer, query, key, value, scaling))[0].flatten(1)
+
+    def _resume(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attention of prompt tokens that follow a kept KV cache. Both go to the KV cache of this decoder."""
+        reuse = self._reuse
+        assert reuse is not None
+        tables = []
+        for kind, new in enumerate((key, value)):
+            table = new.new_zeros(len(self.lengths), new.shape[1], self.width, new.shape[2])
+            for source, rows, prompts in reuse.sources:
+                # Columns that the cache does not cover are overwritten next, or hidden.
+                columns = source.tables[layer][kind][rows, :, : self.width]
+                table[prompts, :, : columns.shape[2]] = columns
+            table[reuse.prompt, :, reuse.positions] = new
+            tables.append(table)
+        self.prompts[layer] = tuple(table[self.arrangement.prompts].flatten(0, 1) for table in tables)
+        self._make_room(layer, key)
+        padded = query.new_zeros(len(self.lengths), reuse.hidden.shape[2], *query.shape[1:])
+        padded[reuse.prompt, reuse.place] = query
+        padded = padded.transpose(1, 2)
+        heads = _plain_heads(layer, padded, tables[0], tables[1], scaling)
+        attended = attend(heads, heads.query, heads.key, heads.value, as_bias(~reuse.hidden, query))
+        return attended[reuse.prompt, :, reuse.place].flatten(1)
+
+    def _make_room(self, layer: int, like: Tensor) -> None:
+        """Allocate the keys and values of the responses."""
+        place = self.arrangement
+        room = len(place.prompts), like.shape[1], place.size, self.limit, like.shape[2]
+        self.own[layer] = like.new_zeros(room), like.new_zeros(room)
+
+    def copy_rows(self, rows: Tensor) -> Tables:
+        """Keys and values of some rows, prompt and response in one piece. Only for decoders that no other has joined."""
+        assert self.starts is None
+        places = self.arrangement.places[rows]
+        block, inside = places // self.arrangement.size, places % self.arrangement.size
+        lengths = self.lengths[self.owner[rows]]
+        columns = lengths[:, None] + torch.arange(self.column)
+        tables: Tables = {}
+        for layer in self.own:
+            pair = []
+            for prompts, own in zip(self.prompts[layer], self.own[layer], strict=True):
+                heads = own.shape[1]
+                table = own.new_zeros(len(rows), heads, self.width + self.column, own.shape[4])
+                table[:, :, : self.width] = prompts.view(-1, heads, *prompts.shape[1:])[block]
+                response = own[block, :, inside, : self.column]
+                table[torch.arange(len(rows))[:, None], :, columns] = response.transpose(1, 2)
+                pair.append(table)
+            tables[layer] = pair[0], pair[1]
+        return tables
+
+    def row_bytes(self) -> int:
+        """Bytes of one row in `copy_rows`."""
+        sizes = [own[0, :, 0, 0].nbytes for pair in self.own.values() for own in pair]
+        return sum(sizes) * (self.width + self.column)
 
     def next(self, tokens: Tensor) -> Tensor:
         """Logits [n, V] after one more token of each row."""

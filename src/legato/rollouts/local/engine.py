@@ -2,13 +2,14 @@
 
 The prompts of a wave are prefilled once each. Then all responses decode together, one token per pass, and finished rows
 leave once a quarter of the batch has finished. On a CPU, known model families decode through `blocks.py`, which stores a
-group's prompt once. Other families use their own forward with a KV cache per response. Models without a
-usable cache recompute. `decode_briefly` decodes in streams (`stream.py`), which requests join and leave at any token.
+group's prompt once and reuses the KV cache of an episode's earlier turns (`kept.py`). Other families use their own forward
+with a KV cache per response. Models without a usable cache recompute. `decode_briefly` decodes in streams (`stream.py`),
+which requests join and leave at any token.
 """
 
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -32,6 +33,7 @@ from legato.rollouts.engine import (
 from legato.rollouts.local.agreement import disagreement
 from legato.rollouts.local.blocks import Blocks
 from legato.rollouts.local.cached import Cached
+from legato.rollouts.local.kept import Keeper, KeptText
 from legato.rollouts.local.recompute import Recompute
 from legato.rollouts.local.routes import WaveRoutes
 from legato.rollouts.local.stream import COMPACT_AT, Decoder, MakeDecoder, Stream
@@ -63,6 +65,10 @@ class _Wave:
     """[n] bool"""
     writing: int
     """How many of the n rows are not finished."""
+    texts: dict[int, Tensor]
+    """row -> its prompt, for rows whose KV cache shall be kept"""
+    kept: dict[int, KeptText]
+    """row -> its KV cache"""
 
 
 class LocalEngine(JobEngine):
@@ -85,6 +91,7 @@ class LocalEngine(JobEngine):
         """The responses of `decode_briefly`, by what they have in common."""
         self._serves = False
         """Whether weights change by `publish` alone, so that copies of weights may be kept while nothing is outstanding."""
+        self.keeper = Keeper()
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
@@ -143,10 +150,14 @@ class LocalEngine(JobEngine):
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Note that the policy's tensors have changed. Responses of `decode_briefly` keep their tokens and continue."""
         super().publish(weights, version)
+        self.keeper.forget()
         with self.policy.serving():
             for stream in self._streams.values():
                 stream.reread(self._current_decoder_maker(), version)
         self._drop_empty_streams()
+
+    def before_update(self) -> None:
+        self.keeper.forget()
 
     def _join_streams(self) -> None:
         """Start the responses that fit, each in the stream of its kind, in the order of requests and seeds."""
@@ -235,11 +246,14 @@ class LocalEngine(JobEngine):
         longest = max(job.limits.max_response_tokens for job, _ in parts)
         decoder = make_decoder(prompts, owner, longest)
         wave = _start_wave(parts, sampling, limits, longest, device)
+        self._reuse_kept(decoder, [job for job, _ in parts])
         routes = None
         if self.routers is not None and not isinstance(decoder, Recompute):
             routes = WaveRoutes(self.routers, longest, len(owner), device)
         with nullcontext() if routes is None else routes.listening():
             logits = decoder.first()
+            for job, _ in parts:
+                job.request = replace(job.request, kept=None)  # frees its memory
             if routes is not None:
                 routes.first()
             for place in range(longest):
@@ -247,9 +261,10 @@ class LocalEngine(JobEngine):
                 self._write(wave, choice, place, limits)
                 if wave.writing == 0:
                     break
-                logits = decoder.next(_drop_finished_rows(wave, decoder, choice.tokens))
+                logits = decoder.next(self._drop_finished_rows(wave, decoder, choice.tokens))
                 if routes is not None:
                     routes.next(place, wave.rows)
+        self._keep_finished(wave, decoder)
         tokens, logprobs, kept_logmass = (
             table if table is None else table.t() for table in (wave.tokens, wave.logprobs, wave.kept_logmass)
         )
@@ -261,8 +276,47 @@ class LocalEngine(JobEngine):
         )
         if routes is not None:
             responses = routes.add_routes(responses, prompts, owner)
+        responses = [
+            replace(response, kept=wave.kept[row]) if row in wave.kept else response
+            for row, response in enumerate(responses)
+        ]
         cuts = torch.tensor([0, *counts]).cumsum(0).tolist()
         return [responses[start:end] for start, end in pairwise(cuts)]
+
+    def _reuse_kept(self, decoder: Decoder, jobs: list[Job]) -> None:
+        """Let the decoder begin after the KV caches that earlier turns of these jobs left."""
+        if not isinstance(decoder, Blocks) or self.routers is not None:
+            return  # recording routes needs every prompt token
+        kept = [self.keeper.usable(job.request.kept, job.request.prompt) for job in jobs]
+        covered = sum(one[1] for one in kept if one is not None)
+        if covered:
+            decoder.reuse(kept)
+            self.keeper.reused_tokens += covered
+
+    def _keep_finished(self, wave: _Wave, decoder: Decoder) -> None:
+        """Keep the KV caches of finished rows that the decoder still holds, as far as they fit."""
+        if not wave.texts or not isinstance(decoder, Blocks) or self.routers is not None:
+            return
+        finished = wave.finished.tolist()
+        wanted = [place for place, row in enumerate(wave.rows.tolist()) if row in wave.texts and finished[place]]
+        wanted = wanted[: self.keeper.room // decoder.row_bytes()]
+        if not wanted:
+            return
+        rows = wave.rows[wanted].tolist()
+        # The last token of a response was sampled but never read.
+        texts = [torch.cat([wave.texts[row], wave.tokens[: int(wave.lengths[row]) - 1, row]]) for row in rows]
+        wave.kept |= dict(zip(rows, self.keeper.keep(decoder.copy_rows(torch.tensor(wanted)), texts), strict=True))
+
+    def _drop_finished_rows(self, wave: _Wave, decoder: Decoder, tokens: Tensor) -> Tensor:
+        """Drop finished rows if there are enough of them; the tokens of the remaining rows."""
+        if wave.writing > COMPACT_AT * len(tokens):
+            return tokens
+        self._keep_finished(wave, decoder)
+        writing = (~wave.finished).nonzero().squeeze(1)
+        decoder.keep(writing)
+        wave.rows, wave.seeds, wave.finished = wave.rows[writing], wave.seeds[writing], wave.finished[writing]
+        wave.budgets = wave.budgets[writing]
+        return tokens[writing]
 
     def _write(self, wave: _Wave, choice: Choice, place: int, limits: Limits) -> None:
         """Store the chosen tokens and mark the rows that end with them."""
@@ -299,21 +353,11 @@ def _pack_prompts(prompts: list[Tensor], device: torch.device) -> Pack:
     return pack(prompt_texts(prompts), torch.arange(len(prompts))).to(device)
 
 
-def _drop_finished_rows(wave: _Wave, decoder: Decoder, tokens: Tensor) -> Tensor:
-    """Drop finished rows if there are enough of them; the tokens of the remaining rows."""
-    if wave.writing > COMPACT_AT * len(tokens):
-        return tokens
-    writing = (~wave.finished).nonzero().squeeze(1)
-    decoder.keep(writing)
-    wave.rows, wave.seeds, wave.finished = wave.rows[writing], wave.seeds[writing], wave.finished[writing]
-    wave.budgets = wave.budgets[writing]
-    return tokens[writing]
-
-
 def _start_wave(
     parts: list[tuple[Job, tuple[int, ...]]], sampling: Sampling, limits: Limits, width: int, device: torch.device
 ) -> _Wave:
     budgets = [job.limits.max_response_tokens for job, seeds in parts for _ in seeds]
+    prompts = [job.request.prompt if job.request.keep else None for job, seeds in parts for _ in seeds]
     rows = len(budgets)
     return _Wave(
         tokens=torch.zeros(width, rows, dtype=torch.int64, device=device),
@@ -328,4 +372,6 @@ def _start_wave(
         budgets=torch.tensor(budgets, dtype=torch.int64, device=device),
         finished=torch.zeros(rows, dtype=torch.bool, device=device),
         writing=rows,
+        texts={row: prompt for row, prompt in enumerate(prompts) if prompt is not None},
+        kept={},
     )
