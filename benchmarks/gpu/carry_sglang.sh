@@ -54,7 +54,7 @@ STANDING_IN = {
     "soundfile": PACKAGE,
     # The schema of requests names this class.
     "xgrammar": "from pydantic import BaseModel\n\n\nclass StructuralTag(BaseModel):\n    pass\n\n\n" + PACKAGE,
-    "uvloop": "import asyncio\n\nEventLoopPolicy, run = asyncio.DefaultEventLoopPolicy, asyncio.run\n",
+    "uvloop": "import asyncio\n\nEventLoopPolicy, run, new_event_loop = asyncio.DefaultEventLoopPolicy, asyncio.run, asyncio.new_event_loop\n",
 }
 for name, text in STANDING_IN.items():
     (packages / name).mkdir()
