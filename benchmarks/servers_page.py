@@ -9,8 +9,8 @@ from benchmarks.provenance import stored_by
 FOLDER = Path(__file__).parent / "results"
 NEVER_RUN = """\
 **No run has sampled at a real SGLang yet.** `benchmarks/gpu/carry_sglang.sh` makes a cut-down SGLang 0.5.17, and
-`python -m benchmarks.gpu.with_sglang` starts it as a run does and checks everything above. The one trial, on an H200 on
-2026-11-18, ended when SGLang opened its port: the cut had left a stand-in for uvloop that lacked a function. It has it now."""
+`python -m benchmarks.gpu.with_sglang` starts it as a run does and checks everything above. The one trial, on an H200
+on 2026-11-18, ended when SGLang opened its port: a stand-in for uvloop lacked a function. That is corrected."""
 
 
 def load(name: str) -> Any:
