@@ -18,6 +18,7 @@ from legato.policy.layers import products
 from legato.policy.layers.fused import Parts
 from legato.policy.layout.packs import Pack, pack
 from legato.policy.layout.spans import Spans, Uses
+from legato.policy.model.reference import Reference
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.gpu import exactness, prefill
@@ -26,7 +27,7 @@ from legato.rollouts.gpu.engine import GraphedEngine
 from legato.rollouts.gpu.walk import first_difference
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.local.select import local_engine
-from legato.rollouts.prompts import prompt_texts
+from legato.rollouts.prompts import prompt_texts, response_texts
 from legato.rollouts.sampling import Sampling
 from legato.run import wire
 from tests.policy import fused
@@ -110,6 +111,20 @@ def test_sampled_tokens_have_the_trainers_logprobs_to_the_bit(name: str, tempera
         # Without `exact` sums are made in another order: a comparison that cannot fail would not show that.
         assert torch.equal(logprobs, together) is exact
         assert torch.allclose(logprobs, together, atol=1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_reference_has_the_bits_of_the_policy_it_was_copied_from() -> None:
+    policy = make_policy("qwen3")
+    reference = Reference.from_policy(policy)
+    texts = response_texts([torch.tensor([5, 6, 7])], torch.tensor([[3, 8, 9, 2], [4, 4, 1, 7]]), torch.tensor([0, 0]))
+    rows, scores = torch.arange(2), {}
+    for exact in (True, False):  # chosen after the reference was made
+        policy.exact = exact
+        with torch.no_grad():
+            scores[exact] = policy.score(texts, rows).logprobs
+        assert torch.equal(reference.score(texts, rows).logprobs, scores[exact])
+    assert not torch.equal(scores[True], scores[False]), "otherwise this test cannot fail"
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -826,7 +826,7 @@ def _rebuild_reference(resolved: Resolved, objects: wire.PythonObjects, policy: 
     saved = directory.path / "reference"
     first = wire.policy_of(resolved, objects, saved if saved.is_dir() else None)
     first.model.requires_grad_(False)
-    return Reference(policy=first, adapters=False)
+    return Reference(policy=first, adapters=False, original=policy)
 
 
 def _run_name(resolved: Resolved, objects: wire.PythonObjects) -> str:

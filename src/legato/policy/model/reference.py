@@ -18,6 +18,8 @@ class Reference:
 
     policy: Policy
     adapters: bool
+    original: Policy | None = None
+    """The policy that this is a frozen copy of. Both then choose the same kernels, so equal weights give equal bits."""
 
     @classmethod
     def from_policy(cls, policy: Policy) -> "Reference":
@@ -25,9 +27,8 @@ class Reference:
         if adapters:
             return cls(policy=policy, adapters=True)
         frozen = copy.deepcopy(policy.model).requires_grad_(False)
-        return cls(
-            policy=Policy(model=frozen, tokenizer=policy.tokenizer, name=policy.name, packing=policy.packing), adapters=False
-        )
+        own = Policy(model=frozen, tokenizer=policy.tokenizer, name=policy.name, packing=policy.packing)
+        return cls(policy=own, adapters=False, original=policy)
 
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:
@@ -39,5 +40,7 @@ class Reference:
 
     def score(self, texts: Texts, rows: Tensor) -> Channels:
         """The channels of some rows without a gradient."""
+        if self.original is not None:
+            self.policy.exact = self.original.exact  # decided after this copy was made, and may change during a run
         with torch.no_grad(), self._without_adapters():
             return self.policy.score(texts, rows)

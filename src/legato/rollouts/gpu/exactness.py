@@ -4,10 +4,8 @@ An exact engine saves scoring the old policy: its own log-probs are the old ones
 fewer rows decode together (docs/exact.md has the measurements).
 """
 
-from dataclasses import replace
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from legato.core.texts import Texts
 from legato.policy.head.head import Head
@@ -17,7 +15,7 @@ from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.gpu.engine import GraphedEngine
 from legato.rollouts.gpu.walk import first_difference
-from legato.rollouts.prompts import prompt_texts
+from legato.rollouts.prompts import response_texts
 from legato.rollouts.sampling import Sampling
 
 _PROMPT, _TOKENS = 100, 70
@@ -107,12 +105,6 @@ def _sample(engine: GraphedEngine, policy: Policy, rows: int) -> tuple[list[Requ
 
 
 def _texts(requests: list[Request], responses: list[list[Response]]) -> Texts:
-    tokens: Tensor = torch.stack([response.tokens for row in responses for response in row])
-    return replace(
-        prompt_texts([request.prompt for request in requests]),
-        tokens=tokens,
-        lengths=torch.full((len(tokens),), tokens.shape[1]),
-        mask=torch.ones_like(tokens, dtype=torch.bool),
-        group=torch.repeat_interleave(torch.tensor([len(row) for row in responses])),
-        temperature=torch.ones(len(tokens)),
-    )
+    tokens = torch.stack([response.tokens for row in responses for response in row])
+    group = torch.repeat_interleave(torch.tensor([len(row) for row in responses]))
+    return response_texts([request.prompt for request in requests], tokens, group)

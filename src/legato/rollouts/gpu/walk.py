@@ -17,7 +17,7 @@ from legato.policy.policy import Policy
 from legato.rollouts.gpu.buckets import Bucket
 from legato.rollouts.gpu.prefill import Opening, read_prompts
 from legato.rollouts.gpu.slots import KVStore, Room, device_ints
-from legato.rollouts.prompts import prompt_texts
+from legato.rollouts.prompts import response_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +76,7 @@ def first_difference(
 
 def _train(policy: Policy, prompt: Tensor, tokens: Tensor) -> tuple[Outputs, Tensor, Tensor]:
     """Outputs of all operations at the tokens before each of the response's, their places in the pack, hidden states."""
-    length = len(tokens)
-    texts = replace(
-        prompt_texts([prompt]),
-        tokens=tokens.unsqueeze(0),
-        lengths=torch.tensor([length]),
-        mask=torch.ones(1, length, dtype=torch.bool),
-        group=torch.tensor([0]),
-        temperature=torch.ones(1),
-    )
-    packed = policy.pack(texts, torch.tensor([0])).to(policy.device)
+    packed = policy.pack(response_texts([prompt], tokens.unsqueeze(0)), torch.tensor([0])).to(policy.device)
     outputs: Outputs = []
     wrap = _Recorder(policy.body.get_decoder(), outputs, packed.read).wrap
     hidden = policy.read_as_in_training(packed, lambda layer, keys, values: None, wrap)

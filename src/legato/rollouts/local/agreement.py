@@ -1,13 +1,11 @@
 """Checks on a few tokens that an engine reports the same log-probs as the policy, before the engine is used."""
 
-from dataclasses import replace
-
 import torch
 
 from legato.policy.model.selfcheck import distance, own_forward, tolerance
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Engine, Limits, Request
-from legato.rollouts.prompts import prompt_texts
+from legato.rollouts.prompts import response_texts
 from legato.rollouts.sampling import Sampling
 
 _TOKENS = 4
@@ -20,12 +18,7 @@ def disagreement(engine: Engine, policy: Policy) -> str | None:
     try:
         responses = engine.generate(requests, Sampling(), Limits(max_response_tokens=_TOKENS, end_tokens=()))
         tokens = torch.stack([row[0].tokens for row in responses])
-        texts = replace(
-            prompt_texts(prompts),
-            tokens=tokens,
-            lengths=torch.full((len(tokens),), _TOKENS),
-            mask=torch.ones_like(tokens, dtype=torch.bool),
-        )
+        texts = response_texts(prompts, tokens)
         expected = policy.score(texts, torch.arange(len(tokens))).logprobs.cpu()
     except (AttributeError, TypeError, KeyError, IndexError, AssertionError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else 'no words'}"
