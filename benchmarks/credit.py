@@ -24,7 +24,7 @@ from benchmarks.provenance import stored_by
 RESULTS = Path(__file__).parent / "results" / "credit.json"
 BEDS = {
     "guess": "A number from 0 to 2 in two guesses",
-    "maze": "A maze of two by two in four steps",
+    "maze": "A first comparison of 40 steps could not tell the arms apart either. At 80 all of them still rise.",
     "teacher": "Three digits in reverse: a teacher, the reward, or both",
 }
 _INTRODUCTION = """\
@@ -44,7 +44,7 @@ _NOTES = {
     "maze": "A session had no time for longer runs: at 40 steps all arms still rise (one run of 80 steps is below).",
     "teacher": (
         "The teacher is the same tiny model after 300 supervised steps. Students begin after 60. A session had time for one"
-        " learning rate, the recipe's. After 200 steps, the budget that was tried first, the arms could not be told apart either."
+        " learning rate, the recipe's. A first comparison of 200 steps could not tell the arms apart either."
     ),
 }
 ENVIRONMENTS = ("guess", "calculator", "maze", "search")
@@ -152,11 +152,11 @@ def _who_arrived_first(by_arm: Mapping[str, Mapping[int, int | None]], rate: str
     (base, steps), *others = by_arm.items()
     sentences = []
     for arm, own in others:
-        pairs = [(own[seed] or math.inf, steps[seed] or math.inf) for seed in steps]
+        pairs = [tuple(math.inf if step is None else step for step in (own[seed], steps[seed])) for seed in steps]
         sooner, later = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
         sentences.append(
-            f"lr {rate}: {arm} was at 90 % sooner than {base} on {sooner} of {len(pairs)} seeds and later on {later}; the others"
-            " came at the same step or not at all."
+            f"lr {rate}: {arm} was at 90 % sooner than {base} on {sooner} of {len(pairs)} seeds and later on {later}; on the"
+            " others both came at the same step or not at all."
         )
     return sentences
 
