@@ -14,6 +14,7 @@ VERDICTS = ("reproduced", "partly", "not reproduced", "contradicted", "not teste
 PAGES = {
     "moe": "moe",
     "adaptive": "adaptive-clip",
+    "credit": "credit",
     "mismatch": "mismatch",
     "lab-equivalence": "lab",
     "lab-variance": "lab",

@@ -9,6 +9,7 @@ An unfinished comparison can be stored too: a seed counts once every arm has run
 
 import argparse
 import json
+import math
 import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from benchmarks.provenance import stored_by
 RESULTS = Path(__file__).parent / "results" / "credit.json"
 BEDS = {
     "guess": "A number from 0 to 2 in two guesses",
-    "maze": "A maze of two by two in four steps",
+    "maze": "A first comparison of 40 steps could not tell the arms apart either. At 80 all of them still rise.",
     "teacher": "Three digits in reverse: a teacher, the reward, or both",
 }
 _INTRODUCTION = """\
@@ -43,7 +44,7 @@ _NOTES = {
     "maze": "A session had no time for longer runs: at 40 steps all arms still rise (one run of 80 steps is below).",
     "teacher": (
         "The teacher is the same tiny model after 300 supervised steps. Students begin after 60. A session had time for one"
-        " learning rate, the recipe's."
+        " learning rate, the recipe's. A first comparison of 200 steps could not tell the arms apart either."
     ),
 }
 ENVIRONMENTS = ("guess", "calculator", "maze", "search")
@@ -125,22 +126,39 @@ def _section(bed: str, comparison: Mapping[str, Any]) -> list[str]:
 
 def _reached(comparison: Mapping[str, Any]) -> list[str]:
     """How soon each arm was right on nine of ten held-out problems, at each learning rate."""
-    rows = []
+    rows, sentences = [], []
     for point in comparison["points"]:
+        rate = next(iter(point["point"].values()))
+        by_arm: dict[str, dict[int, int | None]] = {}
         for arm in comparison["arms"]:
             runs = [run for run in comparison["runs"] if run["arm"] == arm and run["point"] == point["point"]]
-            runs = [run for run in runs if run["seed"] in point["seeds"]]
-            first = [_first_step(run["evaluations"], 0.9) for run in runs]
-            there = [step for step in first if step is not None]
-            rate = next(iter(point["point"].values()))
+            first = {run["seed"]: _first_step(run["evaluations"], 0.9) for run in runs if run["seed"] in point["seeds"]}
+            there = [step for step in first.values() if step is not None]
             mean = f"{sum(there) / len(there):.0f}" if there else "-"
-            by_seed = ", ".join(f"{run['seed']}: {step or '-'}" for run, step in zip(runs, first, strict=True))
+            by_seed = ", ".join(f"{seed}: {'-' if step is None else step}" for seed, step in first.items())
             rows.append([f"{rate:g}", arm, f"{len(there)} of {len(first)}", mean, by_seed])
+            by_arm[arm] = first
+        sentences += _who_arrived_first(by_arm, f"{rate:g}")
     note = (
         "**Reaching 90 %.** Seeds whose sampled held-out accuracy came to 90 %, the mean of the first step at which it"
         " did, and that step by seed. The other seeds did not come there in the steps they had."
     )
-    return ["", note, "", *markdown(("learning rate", "arm", "seeds", "mean step", "seed: step"), rows)]
+    table = markdown(("learning rate", "arm", "seeds", "mean step", "seed: step"), rows)
+    return ["", note, "", *table, "", *(f"- {sentence}" for sentence in sentences)]
+
+
+def _who_arrived_first(by_arm: Mapping[str, Mapping[int, int | None]], rate: str) -> list[str]:
+    """For every arm but the first, on how many seeds it was there sooner and later than the first. None: never."""
+    (base, steps), *others = by_arm.items()
+    sentences = []
+    for arm, own in others:
+        pairs = [tuple(math.inf if step is None else step for step in (own[seed], steps[seed])) for seed in steps]
+        sooner, later = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
+        sentences.append(
+            f"lr {rate}: {arm} was at 90 % sooner than {base} on {sooner} of {len(pairs)} seeds and later on {later}; on the"
+            " others both came at the same step or not at all."
+        )
+    return sentences
 
 
 def _first_step(evaluations: Sequence[Mapping[str, Any]], share: float) -> int | None:

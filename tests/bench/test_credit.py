@@ -39,3 +39,9 @@ def test_the_page_shows_what_is_stored_and_says_what_is_not(tmp_path: Path, monk
     assert "- gspo-token and gspo cannot be told apart" in page and page.count("Not measured yet.") == 2
     assert "| 2 | 75.0% (75.0% to 75.0%) | 75.0% (75.0% to 75.0%) |" in page
     assert "| `maze` | 0.0% to 50.0% | 50.0% to 50.0% | 2 | 3 s | 64 |" in page and "| `guess` | not measured yet |" in page
+
+
+def test_the_page_counts_on_which_seeds_an_arm_arrived_first() -> None:
+    by_arm = {"reward": {0: 180, 1: None, 2: 60, 3: None}, "teacher": {0: 100, 1: 160, 2: 80, 3: None}}
+    (sentence,) = credit._who_arrived_first(by_arm, "0.003")
+    assert "teacher was at 90 % sooner than reward on 2 of 4 seeds and later on 1;" in sentence

@@ -24,6 +24,7 @@ FREELY = {
     "rollouts.kv_memory_share",
     "policy.gradient_checkpointing",
     "training.shard",
+    "training.keep_layers",
     "training.rank_deadline_seconds",
 }
 NEVER = {

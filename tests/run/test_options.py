@@ -16,6 +16,7 @@ UNTESTED = {
     "rollouts.engine": "others than local need servers: tests/fleet; an unknown name is refused",
     **{path: "it needs servers: tests/fleet" for path in OPTIONS if path.startswith("rollouts.servers.")},
     "training.shard": "it needs several processes: tests/ranks",
+    "training.keep_layers": "it needs several processes: tests/ranks",
     "training.rank_deadline_seconds": "it needs several processes: tests/ranks",
     "training.optimizer": "'adamw-8bit' needs bitsandbytes and a GPU; without them it is refused",
 }
