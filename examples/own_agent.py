@@ -10,7 +10,7 @@ from legato.core.rollout import Problem
 from legato.environments.agents import Endpoint
 
 
-def play(problem: Problem, endpoint: Endpoint, guesses: int = 3) -> list[float]:
+def play(problem: Problem, endpoint: Endpoint, guesses: int = 2) -> list[float]:
     """Find the secret number: the rewards of the guesses, 1 for the one that finds it."""
     secret, text, rewards = int(problem.answer or 0), str(problem.prompt), list[float]()
     for _ in range(guesses):
