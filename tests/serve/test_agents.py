@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import legato
-from examples.own_agent import play as guess
+from examples.own_agent import play as play_example
 from legato.config.kinds import make
 from legato.config.load import load
 from legato.core.rollout import Problem, Rollout, StopReason, Unscorable
@@ -61,6 +61,10 @@ def play(function: Any, sampling: Sampling | None = None, **more: Any) -> list[R
     with agents(function, **more) as runner:
         (rollouts,) = runner.play([start_of(runner)], sampling or Sampling())
     return rollouts
+
+
+def guess(problem: Problem, endpoint: Endpoint) -> list[float]:
+    return play_example(problem, endpoint, guesses=3)
 
 
 async def guess_async(problem: Problem, endpoint: Endpoint) -> list[float]:
