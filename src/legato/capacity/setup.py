@@ -35,6 +35,8 @@ class Setup:
     tokens_per_pack: int
     rows_at_once: int
     kv_memory_share: float
+    keep_layers: str
+    """With `shard` = "layers": what a GPU holds whole during updates, one of `KEPT`; "auto": the most that fits."""
     epochs: int = 1
     evaluated: int = 0
     """Responses of an evaluation, which the engine may decode together too."""
@@ -48,8 +50,6 @@ class Setup:
     eight_bit: bool = False
     offload: bool = False
     shard: str = _LONE
-    keep_layers: str = "auto"
-    """With `shard` = "layers": what a GPU holds whole during updates, one of `KEPT`; "auto": the most that fits."""
     servers: bool = False
     """Whether responses are sampled on other machines."""
     reference: bool = False

@@ -97,6 +97,8 @@ def sum_of_row_means(exponent: PerToken, factor: Spread, mask: Mask) -> Scalar:
     The mean is taken of differences from the row's first term. If all terms of a row are equal, value and gradient have the
     bits of exp(exponent) * (factor * length) computed once for the row, as `gspo` does. Its backward can run only once.
     """
+    if exponent.shape[1] == 0:
+        return exponential_sum(exponent, factor, mask)  # rows without tokens have no first term
     total: Tensor = _RowMeans.apply(exponent, factor, mask)  # type: ignore[no-untyped-call]
     return total
 
