@@ -17,6 +17,7 @@ from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.gpu.engine import GraphedEngine
 from legato.rollouts.gpu.walk import first_difference
+from legato.rollouts.local.agreement import describe_failure
 from legato.rollouts.prompts import prompt_texts
 from legato.rollouts.sampling import Sampling
 
@@ -67,9 +68,8 @@ def make_exact(policy: Policy, engine: GraphedEngine) -> str | None:
                 engine.joined = False
                 reason = find_difference(engine, policy)
                 engine.joined = reason is not None
-    except (RuntimeError, AttributeError, TypeError, KeyError, IndexError, AssertionError) as error:
-        # Memory, a kernel that does not compile, a model that is not what it looks like: as without `exact`.
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else 'no message'}"
+    except Exception as error:  # as without `exact`
+        reason = describe_failure(error)
     policy.exact = reason is None
     engine.forget()
     return reason
