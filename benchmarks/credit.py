@@ -36,8 +36,8 @@ not what a large model would do.
 `gspo` has one advantage for a whole episode: its outcome beside those of its siblings (`group-z`). `gspo-token` and
 `turn-gspo` have one for each turn: the return from there on, beside that of the siblings that reached the turn
 (`turn-return`). The ratio of `gspo-token` is that of the whole episode, the ratio of `turn-gspo` that of the turn.
-Steps, prompts, samples, updates, learning rate and clip band are equal. Nothing was tuned for an arm: the learning
-rate is that of the recipe, which was chosen with `turn-gspo` on seeds that are not compared."""
+Steps, prompts, samples, updates, learning rate and clip band are equal. The learning rate and the number of steps are
+those of the recipe, which were chosen with `turn-gspo` on seeds that are not compared: they may favour `turn-gspo`."""
 _NOTES = {
     "guess": "Two guesses without a look at the replies find the number in 67 %: only above that are replies read.",
     "maze": "A session had no time for longer runs: at 40 steps all arms still rise (one run of 80 steps is below).",
