@@ -274,7 +274,7 @@ def _frontier(results: Results) -> list[str]:
         f" {_alive(results, 'mixture', 'sequence-wide', low)} of its runs survive on the mixture and {_alive(results, 'dense', 'sequence-wide', low)} on the"
         " dense twin. Narrowing the band moves the frontier of the sequence ratio by at least"
         f" {_difference(results, 'mixture', _survived, gspo, 'sequence-wide')} doublings on the mixture and that of the token ratio by"
-        f" {_difference(results, 'mixture', _survived, 'token-narrow', grpo)}. The width of the band matters more than the unit, but for the"
+        f" {_difference(results, 'mixture', _survived, 'token-narrow', grpo)} (at the corrected level). The width of the band matters more than the unit, but for the"
         " sequence ratio only: a sequence ratio without its narrow band is no improvement, and with it has the highest mean frontier of all arms.",
         f"`token-narrow` stands between the published corners. On the mixture at {_rate(edge)} it ends {_in_points(band_of_tokens)} points above GRPO and"
         f" GSPO {_in_points(unit_at_narrow)} above it. At {_rate(low)} it learns less than either.",

@@ -1,6 +1,6 @@
 """An agent that owns its loop: it keeps its own text, decides when to ask again, and returns rewards (docs/environments.md).
 
-legato train recipes/tiny-guess.toml task.environment=examples/own_agent.py:play
+legato train recipes/tiny-guess.toml task.environment=examples/own_agent.py:play task.environment_options.guesses=2
 
 A run serves its engine to the agent and records each request token by token, so that the agent may be any program: this one
 needs no library, yours may hand `endpoint.base_url` and `endpoint.api_key` to OpenAI's client.

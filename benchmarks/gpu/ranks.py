@@ -473,13 +473,12 @@ def run_all(options: argparse.Namespace) -> None:
         if "skipped" not in result or not kept:
             # A part that failed now does not replace one that did not.
             keeps = "exit" in result and kept and "exit" not in kept
-            results["parts"][part] = kept if keeps else {**result, "date": results["date"]}
+            results["parts"][part] = kept if keeps else {**result, "date": results["date"], "commit": options.commit}
         results["machine"] = {
             "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
-        results["commit"] = options.commit or results.get("commit", "")
         results["ratios"] = summarise(results["parts"])
         options.output.parent.mkdir(parents=True, exist_ok=True)
         beside = options.output.with_suffix(".part")

@@ -70,14 +70,19 @@ def test_a_part_that_fails_keeps_the_stored_one_and_the_others_go_on(tmp_path: P
     monkeypatch.setattr(ranks, "run_part", lambda part, limit, own: outcomes[part])
     ranks.run_all(options(tmp_path, "two", "nccl"))
     stored = ranks.load_results(tmp_path / "ranks.json")
-    today = stored["date"]
-    assert stored["parts"] == {name: {**result, "date": today} for name, result in outcomes.items()}
-    assert stored["commit"] == "abc1234"
+    when = {"date": stored["date"], "commit": "abc1234"}
+    assert stored["parts"] == {name: {**result, **when} for name, result in outcomes.items()}
     outcomes["nccl"] = {"exit": "more than 40 s"}
     ranks.run_all(options(tmp_path, "nccl"))
-    assert ranks.load_results(tmp_path / "ranks.json")["parts"]["nccl"] == {"takes_two": False, "date": today}
+    assert ranks.load_results(tmp_path / "ranks.json")["parts"]["nccl"] == {"takes_two": False, **when}
     ranks.run_all(options(tmp_path, "nccl", seconds=1.0))
-    assert ranks.load_results(tmp_path / "ranks.json")["parts"]["nccl"] == {"takes_two": False, "date": today}
+    assert ranks.load_results(tmp_path / "ranks.json")["parts"]["nccl"] == {"takes_two": False, **when}
+
+
+def test_every_stored_part_names_its_own_date_and_commit() -> None:
+    """Parts are measured on different days, and one command measures only some of them."""
+    parts = ranks.load_results(ranks.RESULTS)["parts"]
+    assert all(part["date"] and part["commit"] for part in parts.values())
 
 
 def test_the_time_of_all_parts_is_bounded() -> None:

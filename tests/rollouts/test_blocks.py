@@ -19,7 +19,7 @@ from legato.rollouts.sampling import Sampling
 from tests.policy.exact import FAMILIES, VOCABULARY, Words
 
 LIMITS = Limits(max_response_tokens=16, end_tokens=(1,))
-KNOWN = ["llama", "qwen2", "qwen3", "qwen3-moe", "mistral"]
+KNOWN = ["llama", "qwen2", "qwen3", "qwen3-moe", "olmoe", "mistral"]
 COUNTS = (5, 1, 3, 8)
 
 
@@ -31,15 +31,14 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
         "hidden_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
         "intermediate_size": 40,
         "max_position_embeddings": 128,
         "eos_token_id": 1,
         "pad_token_id": 0,
         "bos_token_id": None,
     }
-    config = getattr(transformers, config_class)(**{**shape, **own, "sliding_window": None, **changes})
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": None}
+    config = getattr(transformers, config_class)(**{**shape, **own, **heads, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         automatic: Any = transformers.AutoModelForCausalLM

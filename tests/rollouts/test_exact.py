@@ -130,6 +130,7 @@ def test_the_reference_has_the_bits_of_the_policy_it_was_copied_from() -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_the_walk_names_the_first_operation_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, request = make_policy("qwen3"), make_requests(5, each=1)[0]
+    joined: list[bool] = []
     policy.exact = True
     tokens = torch.tensor([7, 9, 11, 4])
     assert first_difference(policy, request.prompt, tokens, rows=2) is None
@@ -141,10 +142,12 @@ def test_the_walk_names_the_first_operation_that_differs(monkeypatch: pytest.Mon
             later = module is layers[1].mlp.up_proj and int(bucket.store.length[0]) == 2
             return torch.nextafter(output, output + 1) if later else output
 
+        joined.append(bucket.joined)
         return replace(parts(bucket), project=project, project_many=None)
 
     monkeypatch.setattr(Bucket, "parts", spoiled)
-    difference = first_difference(policy, request.prompt, tokens)
+    difference = first_difference(policy, request.prompt, tokens, joined=False)
+    assert not any(joined), "it decodes as the engine does"
     assert difference is not None and (difference.token, difference.operation) == (2, "layers.1.mlp.up_proj")
     assert difference.unequal == difference.elements == 48 and 0 < difference.largest < 1e-5
     assert "response token 2" in str(difference)
@@ -230,6 +233,29 @@ def test_a_policy_is_exact_only_if_nothing_differs_and_nothing_fails(monkeypatch
     policy.exact = True
     local_engine(policy, 4, exact="off")
     assert not policy.exact
+
+
+def test_an_engine_whose_joined_products_differ_decodes_with_separate_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy("qwen3")
+    engine = GraphedEngine(policy, graphs=False)
+    monkeypatch.setattr(exactness, "why_not_exact", lambda policy: None)
+
+    def differ_if_joined(engine: Any, policy: Any) -> str | None:
+        return "the product of q_proj differs" if engine.joined else None
+
+    def differ_or_run_out(engine: Any, policy: Any) -> str | None:
+        if engine.joined:
+            return "the product of q_proj differs"
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for find, exact, joined in (
+        (differ_or_run_out, False, True),
+        (lambda engine, policy: "attention differs", False, True),
+        (differ_if_joined, True, False),
+    ):
+        monkeypatch.setattr(exactness, "find_difference", find)
+        assert (exactness.make_exact(policy, engine) is None) == exact
+        assert (policy.exact, engine.joined) == (exact, joined)
 
 
 def test_a_projection_with_a_hook_is_called() -> None:

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from legato.core.rollout import Problem, StopReason
+from legato.policy.layout.attention import as_bias
 from legato.policy.model.tiny import character_tokenizer
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Request, Response
 from legato.rollouts.episodes import Reply, Runner, Start
+from legato.rollouts.local import blocks
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.local.kept import Keeper
 from legato.rollouts.render import Rendering
@@ -67,6 +70,24 @@ def test_new_and_continued_prompts_decode_together() -> None:
     mixed = [*first_requests((2, 1, 1, 3)), *later[::2]]
     assert_same_responses(engine.generate(mixed, Sampling(), LIMITS), play_anew(policy, mixed))
     assert engine.keeper.reused_tokens > 0
+
+
+def test_masks_after_kept_texts_are_made_for_a_few_prompts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long prompt beside many kept ones must not need a mask of its length for each of them."""
+    policy = make_policy()
+    engine, requests = LocalEngine(policy, way="blocks"), first_requests()
+    later = continue_with(requests, engine.generate(requests, Sampling(), LIMITS), 1)
+    mixed = [*first_requests((1, 1, 1, 1)), *later]
+    whole, sizes = engine.generate(mixed, Sampling(), LIMITS), []
+
+    def counted(visible: Tensor, like: Tensor) -> Tensor:
+        sizes.append(visible.numel())
+        return as_bias(visible, like)
+
+    monkeypatch.setattr(blocks, "as_bias", counted)
+    monkeypatch.setattr(blocks, "_MASKED_AT_ONCE", 1000)
+    assert_same_responses(engine.generate(mixed, Sampling(), LIMITS), whole)
+    assert len(sizes) > 2 * len(policy.body.get_decoder().layers) and max(sizes) <= 1000
 
 
 def test_only_the_common_prefix_is_reused() -> None:

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import OutOfResources
+
 from legato.policy.experts import grouped
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Policy
@@ -20,6 +22,7 @@ from legato.rollouts.gpu import budget, slots
 from legato.rollouts.gpu import engine as graphed
 from legato.rollouts.gpu.engine import GraphedEngine
 from legato.rollouts.gpu.slots import Room
+from legato.rollouts.local.agreement import describe_failure
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.local.select import first_supported_engine, local_engine
 from legato.rollouts.sampling import Sampling
@@ -288,9 +291,16 @@ def test_failing_graph_capture_keeps_the_slots_and_adds_one_note(monkeypatch: py
     assert "without captured graphs" in note and "not permitted when stream is capturing" in note
 
 
-def test_grouped_experts_that_fail_keep_the_slots_and_graphs_and_add_one_note(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [OutOfResources(232448, 101376, "shared memory"), RuntimeError("out of resource: shared memory")]
+)
+def test_grouped_experts_that_fail_keep_the_slots_and_graphs_and_add_one_note(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's own errors are no RuntimeErrors."""
+
     def refuse(*inputs: Any) -> None:
-        raise RuntimeError("out of resource: shared memory")
+        raise error
 
     monkeypatch.setattr(graphed, "find_grouped", grouped.find_grouped)
     monkeypatch.setattr(grouped, "_run_experts", refuse)
@@ -299,4 +309,10 @@ def test_grouped_experts_that_fail_keep_the_slots_and_graphs_and_add_one_note(mo
     engine = engine_for(policy)
     assert isinstance(engine, GraphedEngine) and engine.grouped is None
     (note,) = policy.notes
-    assert "experts decode through the model's own layers (RuntimeError: out of resource: shared memory)" in note
+    assert f"experts decode through the model's own layers ({type(error).__name__}: out of resource: shared memory" in note
+
+
+def test_a_fault_of_ours_is_no_reason_to_choose_another_engine() -> None:
+    with pytest.raises(ZeroDivisionError):
+        describe_failure(ZeroDivisionError())
+    assert describe_failure(KeyError()) == "KeyError: no message"

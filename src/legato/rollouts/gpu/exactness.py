@@ -15,6 +15,7 @@ from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.gpu.engine import GraphedEngine
 from legato.rollouts.gpu.walk import first_difference
+from legato.rollouts.local.agreement import describe_failure
 from legato.rollouts.prompts import response_texts
 from legato.rollouts.sampling import Sampling
 
@@ -54,21 +55,21 @@ def why_not_exact(policy: Policy) -> str | None:
 
 def make_exact(policy: Policy, engine: GraphedEngine) -> str | None:
     """Make engine and trainer of a policy exact; returns why they are not, None if they are."""
+    joined = engine.joined
     try:
         reason = why_not_exact(policy)
         if reason is None:
             policy.exact = True
             engine.forget()
             reason = find_difference(engine, policy)
-            if reason is not None and engine.joined:
+            if reason is not None and joined:
                 # Joined products were equal on random numbers; if they are not here, separate ones may be.
                 engine.joined = False
                 reason = find_difference(engine, policy)
-                engine.joined = reason is not None
-    except (RuntimeError, AttributeError, TypeError, KeyError, IndexError, AssertionError) as error:
-        # Memory, a kernel that does not compile, a model that is not what it looks like: as without `exact`.
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else 'no message'}"
+    except Exception as error:  # as without `exact`
+        reason = describe_failure(error)
     policy.exact = reason is None
+    engine.joined = engine.joined if policy.exact else joined
     engine.forget()
     return reason
 
@@ -86,7 +87,8 @@ def find_difference(engine: GraphedEngine, policy: Policy) -> str | None:
         if not bool(unequal.any()):
             continue
         row = int(unequal.any(1).int().argmax())
-        difference = first_difference(policy, requests[int(texts.group[row])].prompt, texts.tokens[row], rows=rows)
+        prompt = requests[int(texts.group[row])].prompt
+        difference = first_difference(policy, prompt, texts.tokens[row], rows=rows, joined=engine.joined)
         where = "in no operation that the walk repeats" if difference is None else str(difference)
         return f"{int(unequal.sum())} of {unequal.numel()} log-probs differ at {rows} rows: {where}"
     return None

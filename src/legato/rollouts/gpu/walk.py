@@ -51,14 +51,15 @@ def first_difference(
     *,
     rows: int = 1,
     temperature: float = 1.0,
+    joined: bool = True,
 ) -> Difference | None:
     """The first operation that differs for a response [T] to a prompt [P]; None if every bit is equal.
 
-    The policy must be exact. Decoding has `rows` rows, all with this response.
+    The policy must be exact. Decoding has `rows` rows, all with this response, and joins projections if `joined`.
     """
     with policy.serving():
         trained, index, hidden = _train(policy, prompt, tokens)
-        store, bucket, ending = _open(policy, prompt, len(tokens), rows)
+        store, bucket, ending = _open(policy, prompt, len(tokens), rows, joined)
         difference = _compare(-1, [("hidden state", ending)], [("hidden state", hidden[index[0]])])
         for place in range(len(tokens) - 1):
             if difference is not None:
@@ -83,13 +84,13 @@ def _train(policy: Policy, prompt: Tensor, tokens: Tensor) -> tuple[Outputs, Ten
     return outputs, packed.read, hidden
 
 
-def _open(policy: Policy, prompt: Tensor, length: int, rows: int) -> tuple[KVStore, Bucket, Tensor]:
+def _open(policy: Policy, prompt: Tensor, length: int, rows: int, joined: bool) -> tuple[KVStore, Bucket, Tensor]:
     """A store with the prompt, a bucket whose rows are responses to it, and the prompt's last hidden state."""
     columns = -(-len(prompt) // 64) * 64
     store = KVStore(Room(slots=rows, prompts=1, prompt_tokens=columns, response_tokens=length), policy.device, None)
     read_prompts(policy, store, [Opening(entry=0, prompt=prompt)])
     store.base.fill_(len(prompt))
-    bucket = Bucket(rows, store, policy.device, exact=True)
+    bucket = Bucket(rows, store, policy.device, exact=True, joined=joined)
     bucket.place(list(range(rows)), [0] * rows)
     assert store.ending is not None
     return store, bucket, store.ending[0]

@@ -9,6 +9,18 @@ from legato.rollouts.prompts import response_texts
 from legato.rollouts.sampling import Sampling
 
 _TOKENS = 4
+_FAILURES = (AttributeError, TypeError, KeyError, IndexError, AssertionError, RuntimeError)
+
+
+def describe_failure(error: Exception) -> str:
+    """What went wrong when an engine was tried; an error that is a fault of ours is raised again.
+
+    A model may not be what it looks like, memory may run out, and Triton raises errors of its own, which are no
+    RuntimeErrors: a kernel does not compile, or needs more shared memory than the GPU has.
+    """
+    if not isinstance(error, _FAILURES) and not type(error).__module__.startswith("triton."):
+        raise error
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else 'no message'}"
 
 
 def disagreement(engine: Engine, policy: Policy) -> str | None:
@@ -20,8 +32,8 @@ def disagreement(engine: Engine, policy: Policy) -> str | None:
         tokens = torch.stack([row[0].tokens for row in responses])
         texts = response_texts(prompts, tokens)
         expected = policy.score(texts, torch.arange(len(tokens))).logprobs.cpu()
-    except (AttributeError, TypeError, KeyError, IndexError, AssertionError, RuntimeError) as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else 'no words'}"
+    except Exception as error:
+        return describe_failure(error)
     dtype = policy.model.get_input_embeddings().weight.dtype
     gap = distance(dtype, torch.stack([row[0].logprobs for row in responses]), expected)
     if gap <= tolerance(dtype):

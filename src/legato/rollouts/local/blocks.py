@@ -17,6 +17,10 @@ from legato.policy.layout.attention import Heads, as_bias, attend
 from legato.policy.layout.packs import Pack
 from legato.rollouts.local.kept import KeptRows, KeptText, Tables
 
+_MASKED_AT_ONCE = 2**24
+"""Pairs of a computed prompt token and a key that are masked at once after a kept KV cache: 64 MB of float32. Otherwise one
+prompt that was not kept would make the masks of all others as long as its own."""
+
 
 class _Arrangement:
     """The block of each row and its place in that block. `owner` [n] is the prompt of each row, sorted."""
@@ -70,10 +74,10 @@ class _Reuse:
     """[N]: its place among the computed tokens of its prompt."""
     ends: Tensor
     """[G]: the last token of each prompt among the N."""
+    last: Tensor
+    """[G, S]: the last key that each computed token attends to, in tables of S tokens for each prompt."""
     sources: list[tuple[KeptRows, Tensor, Tensor]]
     """(kept rows, which of them, [n]; the prompts that begin with them, [n])"""
-    hidden: Tensor
-    """[G, 1, S, P] bool: the keys that each computed token does not attend to."""
 
 
 def _plain_heads(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Heads:
@@ -121,15 +125,14 @@ class Blocks:
         for number, one in enumerate(kept):
             if one is not None:
                 rows.setdefault(one[0].rows, []).append((one[0].row, number))
-        last = covered[:, None] + torch.arange(int(counts.max()))
         self._reuse = _Reuse(
             tokens=packed.tokens[computed],
             positions=positions,
             prompt=prompt,
             place=positions - covered[prompt],
             ends=counts.cumsum(0) - 1,
+            last=covered[:, None] + torch.arange(int(counts.max())),
             sources=[(source, torch.tensor(pairs)[:, 0], torch.tensor(pairs)[:, 1]) for source, pairs in rows.items()],
-            hidden=(torch.arange(self.width) > last[:, :, None]).unsqueeze(1),
         )
 
     def first(self) -> Tensor:
@@ -167,12 +170,17 @@ class Blocks:
             tables.append(table)
         self.prompts[layer] = tuple(table[self.arrangement.prompts].flatten(0, 1) for table in tables)
         self._make_room(layer, key)
-        padded = query.new_zeros(len(self.lengths), reuse.hidden.shape[2], *query.shape[1:])
+        padded = query.new_zeros(*reuse.last.shape, *query.shape[1:])
         padded[reuse.prompt, reuse.place] = query
         padded = padded.transpose(1, 2)
-        heads = _plain_heads(layer, padded, tables[0], tables[1], scaling)
-        attended = attend(heads, heads.query, heads.key, heads.value, as_bias(~reuse.hidden, query))
-        return attended[reuse.prompt, :, reuse.place].flatten(1)
+        together = max(1, _MASKED_AT_ONCE // (reuse.last.shape[1] * self.width))
+        attended = []
+        for start in range(0, len(padded), together):
+            some = slice(start, start + together)
+            visible = (torch.arange(self.width) <= reuse.last[some, :, None]).unsqueeze(1)
+            heads = _plain_heads(layer, padded[some], tables[0][some], tables[1][some], scaling)
+            attended.append(attend(heads, heads.query, heads.key, heads.value, as_bias(visible, query)))
+        return torch.cat(attended)[reuse.prompt, :, reuse.place].flatten(1)
 
     def _make_room(self, layer: int, like: Tensor) -> None:
         """Allocate the keys and values of the responses."""
