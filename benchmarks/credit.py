@@ -24,7 +24,7 @@ from benchmarks.provenance import stored_by
 RESULTS = Path(__file__).parent / "results" / "credit.json"
 BEDS = {
     "guess": "A number from 0 to 2 in two guesses",
-    "maze": "A first comparison of 40 steps could not tell the arms apart either. At 80 all of them still rise.",
+    "maze": "A maze of two by two in four steps",
     "teacher": "Three digits in reverse: a teacher, the reward, or both",
 }
 _INTRODUCTION = """\
@@ -42,7 +42,7 @@ chosen with `turn-gspo`, which may favour it, on one seed that is not compared, 
 rate. The maze and the teacher were given more steps after shorter comparisons were undecided."""
 _NOTES = {
     "guess": "Two guesses without a look at the replies find the number in 67 %: only above that are replies read.",
-    "maze": "A session had no time for longer runs: at 40 steps all arms still rise (one run of 80 steps is below).",
+    "maze": "A first comparison of 40 steps could not tell the arms apart either. At 80 all of them still rise.",
     "teacher": (
         "The teacher is the same tiny model after 300 supervised steps. Students begin after 60. A session had time for one"
         " learning rate, the recipe's. A first comparison of 200 steps could not tell the arms apart either."
