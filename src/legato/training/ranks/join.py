@@ -86,6 +86,7 @@ def joined(
         return
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.rendezvous import rendezvous
 
     from legato.training.ranks.process_group import ProcessGroup
     from legato.training.ranks.watch import Watch
@@ -94,7 +95,11 @@ def joined(
         raise InputError("expected a torch with torch.distributed for several processes, got one without; install another")
     device, backend = _device_and_backend(launch)
     limit = timedelta(seconds=max(deadline, _START_SECONDS) + 120)
-    dist.init_process_group(backend, timeout=limit)
+    # torchrun may hand the store of the attempt that failed to the next one. Without a prefix of their own, ranks would read
+    # there at which addresses the ranks before them listened.
+    shared, rank, size = next(rendezvous("env://", timeout=limit))
+    attempt = PrefixStore(f"legato-group/{launch.restarts}", shared)
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=limit)
     try:
         # A connection of its own: the watch must not wait for what the process group asks of the store.
         patience = timedelta(seconds=10)
