@@ -1,6 +1,7 @@
 """What each endpoint answers: fields, defaults, and responses that are the engine's own to the bit."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -245,11 +246,26 @@ STREAMED = [
 ]
 
 
+def report_each_token(patch: pytest.MonkeyPatch) -> None:
+    """Let the engine wait for the event loop, which on a busy machine would write several tokens at once."""
+    decode = engine_thread.EngineThread._decode
+
+    def decode_when_written(thread: engine_thread.EngineThread) -> None:
+        end = time.monotonic() + 1
+        while thread._reporting and time.monotonic() < end:
+            time.sleep(0.0005)
+        decode(thread)
+
+    patch.setattr(engine_thread, "REPORT_SECONDS", 0.0)
+    patch.setattr(engine_thread, "SLOWEST_REPORT", 0.0)
+    patch.setattr(engine_thread.EngineThread, "_decode", decode_when_written)
+
+
 @pytest.mark.parametrize("asked", STREAMED, ids=str)
 def test_a_streamed_completion_is_the_whole_one(
     server: RunningServer, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_thread, "REPORT_SECONDS", 0.0)
+    report_each_token(monkeypatch)
     body = {"prompt": "12+3=", "logprobs": 0, "return_token_ids": True, **asked}
     whole = server.post("/v1/completions", body)
     events = server.events("/v1/completions", {**body, "stream": True, "stream_options": {"include_usage": True}})
@@ -282,7 +298,7 @@ def test_a_streamed_chat_is_the_whole_one(server: RunningServer, asked: dict[str
 
 
 def test_a_streamed_generation_is_the_whole_one(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "REPORT_SECONDS", 0.0)
+    report_each_token(monkeypatch)
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 12, "logprobs": 0, "seed": 3}}
     (choice,) = server.post("/inference/v1/generate", body)["choices"]
     pieces = [
