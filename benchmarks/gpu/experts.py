@@ -20,6 +20,7 @@ from legato.policy.experts.grouped import Grouped, find_grouped, run_grouped
 from legato.policy.kernels import experts as kernels
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request
+from legato.rollouts.gpu.capture import capture, graph_pool
 from legato.rollouts.gpu.engine import GraphedEngine
 from legato.rollouts.sampling import Sampling
 
@@ -132,15 +133,7 @@ def compare(block: Any, grouped: Grouped, rows: int, width: int) -> dict[str, fl
 
 def time_graph(call: Callable[[], Any], repeats: int = 30) -> float:
     """Microseconds of a call by graph replay."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph = capture(call, graph_pool())
     graph.replay()
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -36,10 +36,14 @@ async def _model(request: Request, served: Served) -> Response:
     return json_response(find_model(request.path_params["name"], served))
 
 
-ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
+SAMPLING: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/chat/completions", chat),
     ("POST", "/v1/completions", complete),
     ("POST", "/inference/v1/generate", generate),
+)
+"""Method, path and endpoint of what samples."""
+ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
+    *SAMPLING,
     ("GET", "/v1/models", _models),
     ("GET", "/v1/models/{name:path}", _model),
     ("GET", "/health", control.health),
@@ -55,7 +59,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/reload_checkpoint", control.reload_checkpoint),
 )
 """Method, path and endpoint of everything that is answered."""
-RECORDED = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/models")
+RECORDED = (*(path for _, path, _ in SAMPLING), "/v1/models")
 """Paths that agents of a run find below /episodes/NAME."""
 
 
@@ -93,12 +97,12 @@ def application(
         ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _explain_route})
     app.router.redirect_slashes = False
-    quick = {} if recordings is not None else {path: _bind(endpoint, served) for _, path, endpoint in ROUTES[:3]}
+    quick = {} if recordings is not None else {path: _bind(endpoint, served) for _, path, endpoint in SAMPLING}
     return Guard(_QuickPaths(app, quick), key, hosts)
 
 
 class _QuickPaths:
-    """The app, with a way around its middleware and routes for the paths that sample: an eighth of the time of a request."""
+    """The app, with a way around its middleware and routes for the paths that sample: they answer most requests."""
 
     def __init__(self, app: ASGIApp, quick: Mapping[str, Callable[[Request], Awaitable[Response]]]) -> None:
         self._app, self._quick = app, quick

@@ -49,7 +49,7 @@ def why_not_grouped(experts: Any) -> str | None:
     """Why the kernels cannot run an experts module; None if they can."""
     name = type(experts).__name__
     weights = [experts.gate_up_proj, experts.down_proj]
-    if getattr(experts, "has_bias", False):
+    if _has_bias(experts):
         weights += [experts.gate_up_proj_bias, experts.down_proj_bias]
     if not all(type(weight) in (Tensor, nn.Parameter) for weight in weights):
         return f"the weights of {name} are not plain tensors"
@@ -95,6 +95,11 @@ def _holds_experts(module: Any) -> bool:
     return all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights)
 
 
+def _has_bias(experts: Any) -> bool:
+    # Versions of transformers without this attribute have biases in gpt-oss alone.
+    return bool(getattr(experts, "has_bias", type(experts).__name__ in _CLAMPED))
+
+
 def _has_plain_gate(experts: Any) -> bool:
     """Whether the gate is transformers' default: the first half of the outputs, activated, times the second half."""
     own = getattr(type(experts), "_apply_gate", None)
@@ -118,7 +123,7 @@ def _run_experts(experts: Any, hidden: Tensor, chosen: Tensor, gates: Tensor) ->
     gate_up, down, clamped = experts.gate_up_proj, experts.down_proj, type(experts).__name__ in _CLAMPED
     if getattr(experts, "is_transposed", clamped):
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    biased = getattr(experts, "has_bias", clamped)
+    biased = _has_bias(experts)
     weights = Weights(
         gate_up=gate_up.detach(),
         down=down.detach(),
