@@ -1,4 +1,8 @@
-"""A server with the request schema of SGLang 0.5.23 over our own engine. It refuses fields that the schema does not have."""
+"""A server with the request schema of SGLang 0.5.23 over our own engine. It refuses fields that the schema does not have.
+
+As in SGLang 0.5.17, a pause of mode "abort" ends all requests with the tokens that they have, and caches cannot be emptied
+while requests run.
+"""
 
 import json
 import threading
@@ -24,6 +28,10 @@ SAMPLING = {
 UPDATE = {"model_path", "weight_version", "flush_cache", "abort_all_requests"}
 
 
+class EndedError(Exception):
+    """All requests were ended before this one began."""
+
+
 class FakeSglang:
     """One server on a free port of loopback."""
 
@@ -32,6 +40,11 @@ class FakeSglang:
         self.engine, self.lock = plain_engine(policy), threading.Lock()
         self.weight_version, self.paused, self.calls = "default", False, list[str]()
         self.takes_weights = True
+        self.holds, self.held = False, 0
+        """Whether responses stay half done until all requests are ended, and how many did."""
+        self.state = threading.Condition()
+        self.running, self.ended = 0, 0
+        """Requests that are being answered, and how often all of them were ended."""
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -52,6 +65,8 @@ class FakeSglang:
                     status, reply = 200, owner.answer(self.path, body)
                 except KeyError as error:
                     status, reply = 422, {"error": {"message": f"unknown field or path {error}"}}
+                except EndedError as error:
+                    status, reply = 400, {"error": {"message": str(error)}}
                 data = json.dumps(reply).encode() if reply is not None else b""
                 self.send_response(status)
                 self.send_header("content-length", str(len(data)))
@@ -76,22 +91,40 @@ class FakeSglang:
         if path == "/model_info":
             return {"model_path": "fake", "weight_version": self.weight_version}
         if path == "/pause_generation":
-            assert body == {"mode": "retract"}
-            self.paused = True
+            assert body == {"mode": "abort"}
+            with self.state:
+                self.paused, self.holds, self.ended = True, False, self.ended + 1
+                self.state.notify_all()
+                assert self.state.wait_for(lambda: self.running == 0, 30)
             return {"message": "Generation paused successfully.", "status": "ok"}
         if path == "/continue_generation":
-            self.paused = False
+            with self.state:
+                self.paused = False
+                self.state.notify_all()
             return {"message": "Generation continued successfully.", "status": "ok"}
         if path == "/update_weights_from_disk":
             return self._update(body)
         if path == "/generate":
-            return self._generate(body)
+            with self.state:
+                if self.paused:
+                    # SGLang ends requests until none is left, those that wait for the end of the pause too.
+                    self.state.wait_for(lambda: not self.paused, 30)
+                    raise EndedError(f"Request {body['rid']} was aborted")
+                self.running += 1
+                ended = self.ended
+            try:
+                return self._generate(body, ended)
+            finally:
+                with self.state:
+                    self.running -= 1
+                    self.state.notify_all()
         raise KeyError(path)
 
     def _update(self, body: dict[str, Any]) -> dict[str, Any]:
         if unknown := set(body) - UPDATE:
             raise KeyError(unknown)
-        assert self.paused
+        assert self.paused and body["flush_cache"]
+        assert self.running == 0, "the caches cannot be emptied while requests run: SGLang ends itself here"
         with self.lock:
             if self.takes_weights:
                 copy_weights(self.policy, read_weights(self.policy, Path(body["model_path"])))
@@ -99,7 +132,7 @@ class FakeSglang:
             self.weight_version = body["weight_version"]
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
-    def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _generate(self, body: dict[str, Any], ended: int) -> dict[str, Any]:
         parameters = body["sampling_params"]
         if unknown := (set(body) - GENERATE) | (set(parameters) - SAMPLING):
             raise KeyError(unknown)
@@ -115,15 +148,20 @@ class FakeSglang:
             (scores,) = score_texts(self.policy, [prompt])
             name = self.weight_version
         tokens = response.tokens.tolist()
-        length = {"type": "length", "length": len(tokens)}
-        stopped = {"type": "stop", "matched": tokens[-1]}
+        reason = {"type": "length", "length": len(tokens)}
+        if response.stop is not StopReason.LENGTH:
+            reason = {"type": "stop", "matched": tokens[-1]}
+        with self.state:
+            if self.holds:
+                self.held += 1
+                assert self.state.wait_for(lambda: self.ended > ended, 30)
+                tokens, reason = tokens[: len(tokens) // 2], {"type": "abort", "message": "Aborted"}
         meta: dict[str, Any] = {
             "id": body["rid"],
-            "finish_reason": length if response.stop is StopReason.LENGTH else stopped,
+            "finish_reason": reason,
             "weight_version": name,
-            "weight_versions": [{"version": name, "start": 0, "end": len(tokens)}],
             "output_token_logprobs": [
-                [value, token, None] for value, token in zip(response.logprobs.tolist(), tokens, strict=True)
+                [value, token, None] for value, token in zip(response.logprobs.tolist(), tokens, strict=False)
             ],
         }
         if body.get("logprob_start_len") == 0:

@@ -1,15 +1,23 @@
-"""SGLang's words, against a fake server with its request schema: a real one was never tried."""
+"""SGLang's words, against a fake server with its request schema. benchmarks/gpu/with_sglang.py tries a real one on a GPU."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from legato.core.rollout import StopReason
 from legato.errors import InputError
-from legato.rollouts.engine import Limits, Request
+from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.sampling import Sampling
+from legato.rollouts.scoring import score_texts
+from legato.rollouts.servers.dialect import Ask
+from legato.rollouts.servers.dialects.base import Reading
 from legato.rollouts.servers.dialects.sglang import Sglang
+from legato.rollouts.servers.errors import RefusedError
 from legato.rollouts.servers.fleet import Fleet
+from legato.rollouts.servers.http import HttpClient
 from legato.rollouts.servers.settings import ServerSettings
 from tests.fleet.fake_sglang import FakeSglang
 from tests.serve.running import chat_policy, plain_engine
@@ -50,6 +58,110 @@ def test_responses_and_weights_go_through_sglangs_endpoints(server: FakeSglang) 
             fleet.poll()
     finally:
         fleet.close()
+
+
+def test_responses_continue_across_a_publish_with_a_version_for_every_token(server: FakeSglang) -> None:
+    fleet, before = fleet_of(server), chat_policy(3)
+    limits = Limits(max_response_tokens=24, end_tokens=())
+    batch = [Request(prompt=torch.tensor([5, 6, 7 + number]), seeds=(number, number + 50)) for number in range(4)]
+    try:
+        fleet.publish(fleet.policy.model.named_parameters(), 4)
+        server.holds = True
+        handles = fleet.submit(batch, Sampling(), limits)
+        _wait_until(lambda: server.held == fleet.rows_at_once)
+        with torch.no_grad():
+            fleet.policy.model.get_decoder().norm.weight.mul_(1.5)
+        fleet.publish(fleet.policy.model.named_parameters(), 5)
+        finished: dict[Any, Sequence[Response]] = {}
+        while len(finished) < len(handles):
+            finished |= {each.handle: each.responses for each in fleet.poll()}
+        both = 0
+        for request, handle in zip(batch, handles, strict=True):
+            for response in finished[handle]:
+                assert len(response.tokens) == 24
+                text = [torch.cat([request.prompt, response.tokens])]
+                start = len(request.prompt) - 1
+                old, new = (score_texts(policy, text)[0].logprobs[start:] for policy in (before, fleet.policy))
+                expected = torch.where(response.version == 4, old, new)
+                assert torch.allclose(response.logprobs, expected, atol=1e-4)
+                assert response.version.tolist() == sorted(response.version.tolist())
+                both += set(response.version.tolist()) == {4, 5}
+        assert both == fleet.rows_at_once
+        assert fleet.servers[0].counts.retries == fleet.servers[0].counts.drops == 0
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize(
+    ("replies", "tokens", "text", "stop"),
+    [
+        pytest.param(["ab", "cd"], 4, "abcd", StopReason.LENGTH, id="length"),
+        pytest.param(["abcd"], 4, "abcd", StopReason.LENGTH, id="complete when it was ended"),
+        pytest.param(["ab", "", "cd"], 4, "abcd", StopReason.LENGTH, id="a reply without tokens"),
+        pytest.param(["a1"], 2, "a", StopReason.END_TOKEN, id="an end token when it was ended"),
+        pytest.param(["aS", "Tc"], 3, "a", StopReason.STOP_STRING, id="a stop string in two replies"),
+        pytest.param(["aST"], 3, "a", StopReason.STOP_STRING, id="a stop string when it was ended"),
+    ],
+)
+def test_what_a_publish_ended_is_completed(replies: list[str], tokens: int, text: str, stop: StopReason) -> None:
+    client = _Replies(replies)
+    limits = Limits(max_response_tokens=4, end_tokens=(ord("1"),), stop=("ST",))
+    ask = Ask(prompt=[9, 8], seed=3, sampling=Sampling(), limits=limits, name="first")
+    reading = Reading(tokenizer=_Letters(), vocabulary=128, version_of=int)
+    response: Response = Sglang().sample(client, ask, reading, 10.0)
+    assert (len(response.tokens), response.text, response.stop) == (tokens, text, stop)
+    lengths = [number for number, reply in enumerate(replies) for _ in reply]
+    assert response.version.tolist() == lengths[:tokens]
+    so_far = [sum(len(each) for each in replies[:number]) for number in range(len(replies))]
+    assert [len(prompt) for prompt in client.prompts] == [2 + each for each in so_far]
+    assert client.most == [4 - each for each in so_far] and len(set(client.names)) == len(replies)
+
+
+def test_a_request_that_is_refused_for_another_reason_is_not_asked_again() -> None:
+    ask = Ask(prompt=[9], seed=0, sampling=Sampling(), limits=LIMITS, name="first")
+    client = _Replies([RefusedError(400, "Request first was aborted"), RefusedError(400, "the input is too long"), "ab"])
+    with pytest.raises(RefusedError, match="too long"):
+        Sglang().sample(client, ask, Reading(tokenizer=_Letters(), vocabulary=128, version_of=int), 10.0)
+    assert len(client.names) == 2
+
+
+class _Letters:
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, tokens))
+
+
+class _Replies(HttpClient):
+    """A client whose server answers with these letters. A publish ended the only reply, and of several all but the last."""
+
+    def __init__(self, replies: Sequence[str | Exception]) -> None:
+        super().__init__("http://127.0.0.1:9", None)
+        self.replies, self.prompts, self.most, self.names = list(replies), list[list[int]](), list[int](), list[str]()
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, *, seconds: float) -> dict[str, Any]:
+        assert body is not None
+        place = len(self.names)
+        self.prompts.append(body["input_ids"])
+        self.most.append(body["sampling_params"]["max_new_tokens"])
+        self.names.append(body["rid"])
+        reply = self.replies[place]
+        if isinstance(reply, Exception):
+            raise reply
+        tokens = list(map(ord, reply))
+        reason = "length" if 0 < place == len(self.replies) - 1 else "abort"
+        meta = {
+            "id": body["rid"],
+            "finish_reason": {"type": reason},
+            "weight_version": str(place),
+            "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+        }
+        return {"output_ids": tokens, "meta_info": meta}
+
+
+def _wait_until(is_true: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < ends
+        time.sleep(0.005)
 
 
 def test_an_old_sglang_is_refused(server: FakeSglang) -> None:

@@ -1,15 +1,26 @@
-"""SGLang 0.5.23, written from the request schema of its package. It was never run against a real server of SGLang.
+"""SGLang 0.5.11 and later, written from the request schema of 0.5.23; 0.5.17 was tried on a GPU (docs/engines.md).
 
     python -m sglang.launch_server --model-path FOLDER --sampling-backend pytorch
 
 Log-probs of sampled tokens are at the temperature of the request and before truncation, as here; the kept mass is not
-reported, so a run may not truncate. Adapters are merged.
+reported, so a run may not truncate. Adapters are merged. Seeds count only with --enable-deterministic-inference.
+
+A publish ends what is being sampled (`load`), and each request is continued: its prompt and the tokens so far are sent anew.
+SGLang could instead keep the requests and compute their tokens anew (mode "retract"), but then it cannot empty its cache of
+prefixes, which holds keys and values of the old weights (0.5.17 crashes if it is asked to); nor does it say which tokens are
+of which weights. A request that was continued has a version for every token.
 """
 
+import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from legato.core.rollout import StopReason
 from legato.errors import InputError
@@ -31,11 +42,15 @@ from legato.rollouts.servers.dialects.base import (
     check_version,
     read_scores,
 )
-from legato.rollouts.servers.errors import BadReplyError, FailedError, ServerError
+from legato.rollouts.servers.errors import BadReplyError, FailedError, RefusedError, ServerError
 from legato.rollouts.servers.http import HttpClient
 
 LOWEST = (0, 5, 11)
 PATH = "/generate"
+ABORTED = "abort"
+"""Why a response ended that a publish ended."""
+_BETWEEN_ASKS = 0.02
+"""Seconds before a request is continued; the server holds it back until the publish is over."""
 
 
 class Sglang(Dialect):
@@ -64,7 +79,23 @@ class Sglang(Dialect):
         return name if isinstance(name, str) else None
 
     def sample(self, client: HttpClient, ask: Ask, reading: Reading, seconds: float) -> Response:
-        return _read_response(client.post(PATH, request_body(ask), seconds=seconds), ask, reading)
+        ends, sampled = time.monotonic() + seconds, _Sampled()
+        while True:
+            rest = sampled.rest_of(ask)
+            try:
+                reply = client.post(PATH, request_body(rest), seconds=max(0.001, ends - time.monotonic()))
+            except RefusedError as error:
+                # A request that had not begun when a publish ended all requests.
+                if error.status != HTTPStatus.BAD_REQUEST or "was aborted" not in error.message:
+                    raise
+                time.sleep(_BETWEEN_ASKS)
+                continue
+            reason = sampled.add(reply, rest, reading)
+            aborted = reason == ABORTED
+            stop = sampled.found_stop(ask, reading.tokenizer) if aborted else read_stop(reason, sampled.tokens, ask.limits)
+            if stop is not None:
+                return sampled.response(stop, ask, reading.tokenizer)
+            time.sleep(_BETWEEN_ASKS)
 
     def score(self, client: HttpClient, tokens: Sequence[int], name: str, seconds: float) -> list[float]:
         body = {
@@ -80,7 +111,7 @@ class Sglang(Dialect):
         return read_scores([_entry(entry, token) for entry, token in zip(entries, tokens, strict=True)][1:], len(tokens) - 1)
 
     def load(self, client: HttpClient, folder: Path, name: str, *, adapters: bool, seconds: float) -> None:
-        client.tell("POST", "/pause_generation", {"mode": "retract"}, seconds=seconds)
+        client.tell("POST", "/pause_generation", {"mode": "abort"}, seconds=seconds)
         try:
             body = {"model_path": str(folder), "weight_version": name, "flush_cache": True, "abort_all_requests": False}
             reply = client.post("/update_weights_from_disk", body, seconds=seconds)
@@ -144,18 +175,57 @@ def _entry(entry: Any, token: int) -> Any:
     return entry[0]
 
 
-def _read_response(reply: Mapping[str, Any], ask: Ask, reading: Reading) -> Response:
-    meta = _meta(reply, ask.name)
-    tokens = read_tokens(reply.get("output_ids"), ask, reading.vocabulary)
-    entries = meta.get("output_token_logprobs")
-    if not isinstance(entries, list) or len(entries) != len(tokens):
-        count = len(entries) if isinstance(entries, list) else "none"
-        raise BadReplyError(f"expected {len(tokens)} log-probs, got {count}")
-    logprobs = [read_logprob(_entry(entry, token)) for entry, token in zip(entries, tokens, strict=True)]
-    reason = meta.get("finish_reason")
-    stop: StopReason = read_stop(reason.get("type") if isinstance(reason, dict) else reason, tokens, ask.limits)
-    spans = meta.get("weight_versions")
-    if spans is None:
-        spans = [{"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}]
-    versions = read_versions(spans, len(tokens), reading.version_of)
-    return make_response(tokens, logprobs, stop, ask, reading.tokenizer, versions, None)
+@dataclass(slots=True)
+class _Sampled:
+    """What was sampled for a request so far, in one reply or, where a publish came between, in several."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[Tensor] = field(default_factory=list)
+
+    def rest_of(self, ask: Ask) -> Ask:
+        """The request for what is missing, under a name of its own."""
+        if not self.tokens:
+            return replace(ask, name=uuid.uuid4().hex)
+        limits = replace(ask.limits, max_response_tokens=ask.limits.max_response_tokens - len(self.tokens))
+        return replace(ask, prompt=[*ask.prompt, *self.tokens], limits=limits, name=uuid.uuid4().hex)
+
+    def add(self, reply: Mapping[str, Any], ask: Ask, reading: Reading) -> Any:
+        """Add the tokens of a reply; returns why it ended."""
+        meta = _meta(reply, ask.name)
+        reason = meta.get("finish_reason")
+        reason = reason.get("type") if isinstance(reason, dict) else reason
+        if reason == ABORTED and not reply.get("output_ids"):
+            return reason
+        tokens = read_tokens(reply.get("output_ids"), ask, reading.vocabulary)
+        entries = meta.get("output_token_logprobs")
+        if not isinstance(entries, list) or len(entries) != len(tokens):
+            count = len(entries) if isinstance(entries, list) else "none"
+            raise BadReplyError(f"expected {len(tokens)} log-probs, got {count}")
+        self.logprobs += [read_logprob(_entry(entry, token)) for entry, token in zip(entries, tokens, strict=True)]
+        spans = meta.get("weight_versions")
+        if spans is None:
+            spans = [{"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}]
+        self.versions.append(read_versions(spans, len(tokens), reading.version_of))
+        self.tokens += tokens
+        return reason
+
+    def found_stop(self, ask: Ask, tokenizer: Any) -> StopReason | None:
+        """Why the response is complete though its last reply was ended by a publish; None if tokens are missing."""
+        if self.tokens and self.tokens[-1] in ask.limits.end_tokens:
+            return StopReason.END_TOKEN
+        if ask.limits.stop and ask.limits.before_stop(tokenizer.decode(self.tokens, skip_special_tokens=True)) is not None:
+            return StopReason.STOP_STRING
+        return StopReason.LENGTH if len(self.tokens) >= ask.limits.max_response_tokens else None
+
+    def response(self, stop: StopReason, ask: Ask, tokenizer: Any) -> Response:
+        count = len(self.tokens)
+        if ask.limits.stop and len(self.versions) > 1:
+            # The server looks for stop strings in the tokens of one request: it misses those that a publish cut in two.
+            for end in range(len(self.versions[0]) + 1, count):
+                text = tokenizer.decode(self.tokens[:end], skip_special_tokens=True)
+                if ask.limits.before_stop(text) is not None:
+                    count, stop = end, StopReason.STOP_STRING
+                    break
+        versions = torch.cat(self.versions)[:count]
+        return make_response(self.tokens[:count], self.logprobs[:count], stop, ask, tokenizer, versions, None)
