@@ -133,6 +133,25 @@ def test_no_prefix_is_reused_after_the_weights_changed(change: Any) -> None:
     assert_same_responses(responses, fresh_responses(engine, later))
 
 
+def test_where_weights_are_published_no_burst_looks_for_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, looks = GraphedEngine(make_policy("qwen3"), 8, graphs=False), list[int]()
+    engine.weights_are_published = True
+    real = engine._notice_weights
+    monkeypatch.setattr(engine, "_notice_weights", lambda: (looks.append(1), real()))
+    requests = make_requests(20, 31, each=2)
+    later = next_turn(engine, requests, LIMITS, more=5)
+    engine.generate(requests, Sampling(), LIMITS)
+    assert looks == [1]
+    engine.generate(later, Sampling(), LIMITS)
+    assert engine.reused_tokens > 0
+    reused = engine.reused_tokens
+    multiply_data(engine.policy.model.model.layers[0].mlp.up_proj.weight)
+    engine.publish(engine.policy.model.named_parameters(), 1)
+    responses = engine.generate(later, Sampling(), LIMITS)
+    assert engine.reused_tokens == reused and looks == [1]
+    assert_same_responses(responses, fresh_responses(engine, later))
+
+
 def test_a_fingerprint_changes_with_the_smallest_change_of_any_weight() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         weights = [torch.randn(7, 5).to(dtype), torch.randn(3).to(dtype)]

@@ -276,6 +276,8 @@ class Engine:
     capabilities: Capabilities = Capabilities()
     version: int = 0
     """Version of the policy being sampled. Every response reports it per token."""
+    weights_are_published: bool = False
+    """Whether weights change by `publish` alone, as in a server: the engine then need not look whether they have changed."""
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
         """Queue requests and return one handle each. Nothing is computed yet."""

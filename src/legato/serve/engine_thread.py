@@ -97,6 +97,9 @@ class EngineThread:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        # To look whether weights have changed, several kernels are launched for each of them, whenever a request finds the
+        # engine idle. Where many clients end together, handlers write answers at that moment, and every launch waits.
+        engine.innermost.weights_are_published = True
         self.fault: str | None = None
         """Why the thread has ended; None while it runs."""
         self.failure: str | None = None

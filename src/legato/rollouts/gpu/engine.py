@@ -149,9 +149,9 @@ class GraphedEngine(JobEngine):
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Note that the policy's tensors have changed. Active responses keep their tokens and continue with this version."""
         self.version = version
-        if self._scheduler is None:
-            return
         self.prefixes.clear()
+        if self._scheduler is None and not self.weights_are_published:
+            return  # the next burst looks whether they have moved
         before, self._weights = self._weights, self._weights_now()
         if before is None or before[0] != self._weights[0]:
             # Graphs hold the addresses of the weights: all outstanding requests start over.
@@ -259,7 +259,8 @@ class GraphedEngine(JobEngine):
     # Memory
 
     def _prepare(self, wanted: Room) -> KVStore:
-        self._notice_weights()
+        if self._weights is None or not self.weights_are_published:
+            self._notice_weights()
         if self.store is not None and self._requested_room is not None:
             if self._requested_room.holds(wanted):
                 return self.store
