@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from legato.training.optimizer import Optimizer, OptimizerSettings
 from legato.training.pieces import Divided, Piece
 
 
@@ -56,3 +57,27 @@ def test_pieces_that_lie_apart_are_written_into_the_weights(size: int) -> None:
     divided.publish()
     assert whole.flatten()[: len(own)].tolist() == own.tolist()
     Divided({}, Ranks(size), {}).publish()  # adapters alone are trained: no layer is
+
+
+def test_a_process_group_of_one_rank_changes_no_bit() -> None:
+    """The clip of the gradient is read from its norm: a norm with another last digit would train other weights."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(97, 33), (1000, 7), (33,), (5, 4, 3), (1,), *[(64, 65)] * 20]
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    gradients = [
+        [10.0 ** (number % 7 - 3) * torch.randn(shape, generator=generator) for shape in shapes] for number in range(8)
+    ]
+
+    def train(*, divided: bool) -> tuple[list[float], list[Tensor]]:
+        weights = {str(number): nn.Parameter(value.clone()) for number, value in enumerate(start)}
+        division = Divided(weights, Ranks(1)) if divided else None
+        optimizer, norms = Optimizer(weights, OptimizerSettings(lr=1e-2), total_updates=8, division=division), []
+        for own in gradients:
+            for parameter, gradient in zip(weights.values(), own, strict=True):
+                parameter.grad = gradient.clone()
+            norms.append(float(optimizer.step()[0]))
+        return norms, [parameter.detach() for parameter in weights.values()]
+
+    (norms, weights), (expected_norms, expected) = train(divided=True), train(divided=False)
+    assert norms == expected_norms
+    assert all(torch.equal(own, other) for own, other in zip(weights, expected, strict=True))

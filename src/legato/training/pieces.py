@@ -169,6 +169,9 @@ class Divided:
 
 def norm_of_pieces(gradients: Mapping[str, Tensor], ranks: Exchange) -> Tensor:
     """The norm of a gradient of which each rank has pieces."""
+    if ranks.size == 1:
+        # To the bit as without a process group: another last digit of the clip would train other 16-bit weights.
+        return torch.nn.utils.get_total_norm(gradients.values())
     # A norm per piece in its own dtype, then float64: copies of all pieces in float64 would be read and written many times.
     norms = torch.stack(torch._foreach_norm(list(gradients.values())))
     exact = torch.promote_types(norms.dtype, torch.float32)
