@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks import provenance, recipes
 from benchmarks.provenance import stored_by
+from benchmarks.studies import page_name
 
 FILE = Path(__file__).with_suffix(".toml")
 ROOT = Path(__file__).parents[1]
@@ -99,6 +100,7 @@ def _measurement(path: Path, shows: dict[str, list[str]]) -> str:
     numbers = f" {numbers}. Unit: {results['endpoint']['means']}." if numbers else ""
     registered = results["registration"]["registered"]
     return (
-        f"[the page](experiments/{results['name']}.md); {len(results['runs'])} runs, written {results['written'][:10]},"
+        f"[the page](experiments/{page_name(results['name'])}.md); {len(results['runs'])} runs,"
+        f" written {results['written'][:10]},"
         f' registered by commit {registered["commit"][:12]}. The verdict is "{results["verdict"]}".{numbers}'
     )

@@ -22,8 +22,11 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "studies" / "results"
 DROPPED = ("clip", "routing", "phases", "made")
 """Of a run: curves and times that no page shows; `made` is kept once for all runs of a slice."""
-MOVED = ("ratio/token_log_std", "ratio/sequence_std")
-"""Of the router's measures of a mixture, which are dropped: how far the policy moved within a step."""
+KEPT = ("ratio/token_log_std", "ratio/sequence_std", "ratio/token_log_max", "router/mismatch_flip_mean")
+"""Of the router's measures of a mixture, which are dropped otherwise: how far the policy moved within a step, and the share
+of experts in which engine and trainer differ."""
+PAGES = {"mismatch": "mismatch-study"}
+"""Pages that are not named as their study: docs/experiments/mismatch.md is that of `benchmarks.mismatch`."""
 
 
 def load_results() -> dict[str, dict[str, Any]]:
@@ -38,7 +41,7 @@ def store(folder: Path) -> Path:
         raise SystemExit(f"expected a complete study that is no pilot, got {folder}")
     results["runs"] = [
         {key: value for key, value in run.items() if key not in DROPPED}
-        | {key: run["routing"][key] for key in MOVED if key in (run.get("routing") or {})}
+        | {key: run["routing"][key] for key in KEPT if key in (run.get("routing") or {})}
         for run in results["runs"]
     ]
     path = RESULTS / f"{results['name']}.json"
@@ -57,7 +60,12 @@ def figures() -> dict[str, str]:
 
 def experiment_pages() -> dict[str, str]:
     """The pages of all stored studies by path."""
-    return {f"docs/experiments/{name}.md": experiment_page(results) for name, results in load_results().items()}
+    return {f"docs/experiments/{page_name(name)}.md": experiment_page(results) for name, results in load_results().items()}
+
+
+def page_name(study: str) -> str:
+    """The name of a study's page in docs/experiments, without its ending."""
+    return PAGES.get(study, study)
 
 
 def experiment_page(results: Results) -> str:

@@ -151,8 +151,35 @@ def test_accuracies_are_drawn_bed_by_bed() -> None:
     assert "3e-4" in draw_svg(swept["accuracy-long"])
 
 
+def test_losses_are_drawn_seed_by_seed_from_the_bed_that_all_comparisons_share() -> None:
+    results = synthetic_scores("score", ["exact", "bf16", "stale"], {})
+    for run in results["runs"]:
+        run["score"] += (run["bed"] == "bf16") * (run["seed"] - 200) / 100  # the seeds differ in what they lose
+    terms = [
+        [{"arm": "grpo", "bed": one}, {"arm": "gspo", "bed": other}]
+        for one, other in (("exact", "bf16"), ("stale", "exact"))
+    ]
+    drawn = study_figures(results | {"comparisons": [{"terms": each} for each in terms]})
+    assert set(drawn) == {"accuracy", "loss"}
+    grpo_seeds, grpo, _, gspo = drawn["loss"].data
+    # 20 % for each bed further on: a loss below 0 is a gain.
+    assert grpo["y"] == pytest.approx([-0.21, -0.4]) and gspo["y"] == pytest.approx([-0.41, -0.8])
+    assert grpo_seeds["y"] == pytest.approx([-0.2, -0.21, -0.22, -0.4, -0.4, -0.4])
+    assert drawn["loss"].layout["xaxis"]["ticktext"] == ["bf16", "stale"] and "lost beside exact" in draw_svg(drawn["loss"])
+    # Without a bed that all comparisons share there is nothing to lose from.
+    apart = [{"terms": [{"arm": "grpo", "bed": bed}, {"arm": "gspo", "bed": bed}]} for bed in ("bf16", "stale")]
+    assert set(study_figures(results | {"comparisons": apart})) == {"accuracy"}
+
+
+def test_the_page_of_a_study_takes_the_place_of_no_other() -> None:
+    names = [studies.page_name(name) for name in STORED]
+    assert len({*names}) == len(names) and not {*names} & {*claims.PAGES.values()}
+    assert "experiments/mismatch-study.md); 80 runs" in claims.page()
+
+
 def test_a_study_of_efficiency_shows_accuracy_over_tokens() -> None:
     drawn = study_figures(synthetic_scores("area", ["mixture"], {}))
+    assert "Not registered" in drawn["accuracy"].caption
     assert set(drawn) == {"curves", "accuracy"}
     grpo, gspo = drawn["curves"].data
     assert grpo["x"] == [0.0, 2.0] and grpo["y"] == pytest.approx([0.1, 0.2]) and gspo["y"][1] == pytest.approx(0.4)

@@ -266,7 +266,51 @@ def _scores_by_bed(results: Results) -> dict[str, Figure | None]:
         ]
         xaxis = _categories(beds, "bed")
     layout = {"xaxis": xaxis, "yaxis": _ACCURACY, "hovermode": "closest"}
-    return {"accuracy": figure("Accuracy at the end", _note(results), traces, layout)}
+    registered = "" if results["endpoint"]["kind"] == "score" else "Not registered as an endpoint. "
+    accuracy = figure("Accuracy at the end", f"{registered}{_note(results)}", traces, layout)
+    return {"accuracy": accuracy, "loss": _losses(results)}
+
+
+def _losses(results: Results) -> Figure | None:
+    """What each arm loses from the bed that all comparisons share to every other bed; None if there is no such bed."""
+    common = _common_bed(results)
+    if common is None:
+        return None
+    beds, arms = [bed for bed in results["beds"] if bed != common], list(results["arms"])
+    scores = {(run["bed"], run["arm"], run["seed"]): run["score"] or 0.0 for run in results["runs"]}
+    traces: list[Trace] = []
+    for number, arm in enumerate(arms):
+        rows = [[scores[common, arm, seed] - scores[bed, arm, seed] for seed in results["seeds"]] for bed in beds]
+        at = [_beside(place, number, len(arms), gap=0.4) for place in range(len(beds))]
+        summary = _points(arm, [x + 0.06 for x in at], rows, number, lines=False, shares=False)
+        dots = {
+            "type": "scatter",
+            "mode": "markers",
+            "name": f"{arm}, seeds",
+            "showlegend": False,
+            "x": [x - 0.06 for x, row in zip(at, rows, strict=True) for _ in row],
+            "y": [value for row in rows for value in row],
+            "marker": {"color": summary["marker"]["color"], "size": 5, "opacity": 0.5},
+        }
+        traces += [dots, summary]
+    zero = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 0.0, "y1": 0.0, "line": {"dash": "dot"}}
+    layout = {
+        "xaxis": _categories(beds, f"bed (small dots: {len(results['seeds'])} seeds; bars: 95 % interval of each mean)"),
+        "yaxis": {"tickformat": ".0%", "title": {"text": f"accuracy lost beside {common}"}},
+        "shapes": [zero],
+        "hovermode": "closest",
+    }
+    note = f"Accuracy at the end on the bed {common} minus that on each other bed, seed by seed. {_note(results)}"
+    return figure(f"Accuracy lost beside {common}", note, traces, layout)
+
+
+def _common_bed(results: Results) -> str | None:
+    """The bed that every comparison sets beside one other; None if there is none or several."""
+    pairs = [{term["bed"] for term in each["terms"]} for each in results.get("comparisons") or []]
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        return None
+    common = set.intersection(*pairs)
+    return common.pop() if len(common) == 1 else None
 
 
 def _curves(results: Results) -> dict[str, Figure | None]:
