@@ -59,8 +59,12 @@ def test_the_local_engine_trains_on_responses_that_are_exactly_k_versions_old(tm
     steps = steps_of(done.directory)
     assert [(step["lag/mean"], step["lag/max"]) for step in steps] == [(0, 0), (1, 1), (2, 2), (2, 2), (2, 2), (2, 2)]
     assert steps[0]["mismatch/k3"] < 1e-8 < steps[-1]["mismatch/k3"]
-    start = json.loads((done.directory / "metrics.jsonl").read_text().splitlines()[0])
+    start, *others = [json.loads(line) for line in (done.directory / "metrics.jsonl").read_text().splitlines()]
     assert any("rollouts.ahead = 2" in note and "tis" in note for note in start["notes"])
+    probes = [record["words"] for record in others if record["kind"] == "probe"]
+    assert len(probes) == 3, "it probes until responses are as old as they get"
+    why = "old log-probs are recomputed: with rollouts.ahead = 2 responses may be older than the policy"
+    assert all(why in words and "(responses may be 2 versions old)" in words for words in probes)
 
 
 def test_ahead_0_is_the_synchronous_run_to_the_bit(tmp_path: Path) -> None:

@@ -329,12 +329,19 @@ def test_the_lines_of_a_floor_have_every_gap_the_band_and_the_anchor() -> None:
     assert len(make_floor(engine=replace(make_floor().engine, bounded=9e-5, clipped=0.0)).lines("sampler")) == 2
 
 
+def test_the_lines_say_why_and_that_responses_may_be_old() -> None:
+    gaps, clipped, unsafe = make_floor(ahead=2, reason="of a reason").lines("recompute")
+    assert gaps.endswith("5.0e-04 engine against trainer (responses may be 2 versions old)")
+    assert clipped.endswith("; old log-probs are recomputed: of a reason") and "(responses may be 2 versions old)" in unsafe
+    assert "old)" not in make_floor().lines("recompute")[0] and "1 version old" in make_floor(ahead=1).lines("recompute")[0]
+
+
 def test_the_verdict_says_whether_the_numerics_are_fine() -> None:
-    (recomputed,) = make_floor().verdict("recompute")
-    assert recomputed.startswith("numerics are fine: ") and "not exact enough" in recomputed
+    (recomputed,) = make_floor(reason="the engine's own are not exact enough").verdict("recompute")
+    assert recomputed.startswith("numerics are fine: ") and "recomputed: the engine's own are not exact enough" in recomputed
     assert not numbers(recomputed.replace("exactly 1", ""))
     exact = make_floor(engine=replace(make_floor().engine, bounded=9e-5, clipped=0.0))
-    assert exact.verdict("sampler")[0].startswith("numerics are fine: ") and "not exact" not in exact.verdict("recompute")[0]
+    assert exact.verdict("sampler")[0].startswith("numerics are fine: ") and "recomputed (" in exact.verdict("recompute")[0]
     head, warning = make_floor().verdict("sampler")
     assert head.startswith("numerics are not fine") and warning.startswith("warning: ")
     assert len(make_floor(same_tokens=0.125).verdict("recompute")) == 2

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Pool
+from legato.training.ahead import Ahead
 from legato.training.anchor import needs_reference
 from legato.training.collect import Collector, CollectorSettings
 from legato.training.optimizer import Optimizer, OptimizerSettings
@@ -229,6 +230,36 @@ def test_the_old_policy_of_a_mixture_is_always_scored_so_that_the_shift_of_its_r
     report = this.step()
     assert report.floor is not None and report.floor.sampler_is_safe and this.anchor_choice == "recompute"
     assert 0 < report.metrics["router/shift_mean"] <= 1
+
+
+NARROW = {"objective.trust.clip.low": 1e-18, "objective.trust.clip.high": 1e-18}
+"""A clip band that the rounding of float64 fills."""
+
+
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        ("", {}),
+        ("the engine's own are not exact enough", {"changes": NARROW}),
+        ("training.anchor = 'recompute' asks for it", {"changes": NARROW, "anchor": "recompute"}),
+        ("the pass that recomputes them also measures how far a mixture's routers shift", {"changes": NARROW, "experts": 4}),
+        ("without a clip band the engine's own would have to be equal to the bit", {"name": "reinforce"}),
+    ],
+)
+def test_the_floor_says_why_old_log_probs_are_recomputed(reason: str, options: dict[str, Any]) -> None:
+    this = trainer(**{"anchor": "auto", **options})
+    floor = this.step().floor
+    assert floor is not None and floor.reason == reason and floor.ahead == 0
+    assert floor.fills_the_band == ("changes" in options) and this.anchor_choice == ("recompute" if reason else "sampler")
+
+
+def test_with_responses_ahead_the_reason_is_their_age_and_not_the_engine() -> None:
+    this = trainer(changes=NARROW, anchor="recompute")
+    given = {each.name: getattr(this.source, each.name) for each in fields(this.source) if not each.name.startswith("_")}
+    this.source = Ahead(**given, steps_ahead=1)
+    for report in run(this, 2):
+        assert report.floor is not None and report.floor.fills_the_band and report.floor.ahead == 1
+        assert report.floor.reason == "with rollouts.ahead = 1 responses may be older than the policy"
 
 
 def test_a_loaded_trainer_goes_on_to_the_bit() -> None:

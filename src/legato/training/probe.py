@@ -77,6 +77,10 @@ class Floor:
     """Whether engine and trainer must be equal to the bit (`rollouts.exact`)."""
     difference: str = ""
     """The first operation in which they differ although they must not."""
+    ahead: int = 0
+    """How many versions older than the weights that score them the engine's responses may be (`rollouts.ahead`)."""
+    reason: str = ""
+    """Why old log-probs are recomputed; "" if they are not."""
 
     def metrics(self) -> dict[str, float]:
         metrics = {
@@ -130,11 +134,11 @@ class Floor:
 
     def lines(self, anchor: str) -> list[str]:
         """Lines for the records and the report: the measured noise, what follows for clip and anchor, and warnings."""
-        chosen = {"sampler": "the engine's log-probs are the anchor", "recompute": "old log-probs are recomputed"}[anchor]
+        chosen = "the engine's log-probs are the anchor" if anchor == "sampler" else self._recomputed()
         same, other, engine = (_format_gap(gap.ratio) for _, gap in self._gaps())
         lines = [
             f"numerics of the ratio with nothing trained, max |s - 1|: {same} on the same path, {other} in other packs,"
-            f" {engine} engine against trainer"
+            f" {engine} engine against trainer{self._age()}"
         ]
         if self.band is None:
             lines.append(f"there is no clip band; {chosen}")
@@ -153,13 +157,21 @@ class Floor:
         if self.equal and anchor == "sampler":
             return ["numerics are exact: engine and trainer equal to the bit, so the engine's log-probs are the old ones"]
         if anchor == "recompute":
-            why = ": the engine's own are not exact enough" if self.fills_the_band else ""
             return [
-                "numerics are fine: with nothing trained the ratio is exactly 1; old log-probs are recomputed"
-                f"{why} (numbers in the report)"
+                f"numerics are fine: with nothing trained the ratio is exactly 1; {self._recomputed()}"
+                " (numbers in the report)"
             ]
         where = "close to 1, and nothing is clipped" if self.band is None else "well inside the clip band"
         return [f"numerics are fine: with nothing trained the ratio is {where} (numbers in the report)"]
+
+    def _recomputed(self) -> str:
+        return "old log-probs are recomputed" + (f": {self.reason}" if self.reason else "")
+
+    def _age(self) -> str:
+        """A clause for gaps between engine and trainer that hold more than rounding."""
+        if not self.ahead:
+            return ""
+        return f" (responses may be {self.ahead} version{'s' if self.ahead > 1 else ''} old)"
 
     def _warnings(self, anchor: str) -> list[str]:
         lines = []
@@ -169,7 +181,8 @@ class Floor:
                 f" (rollouts.exact): {self.difference or 'the walk through both found no operation that differs'}"
             )
         if self.band is not None and self.fills_the_band:
-            gap = f"engine and trainer differ by up to {self.engine.bounded:.1e} where {self.band / 3:.1e} would be safe"
+            differ = f"engine and trainer differ by up to {self.engine.bounded:.1e}{self._age()}"
+            gap = f"{differ} where {self.band / 3:.1e} would be safe"
             warning = f"warning: {gap}: the clip will act on what nobody trained"
             lines.append(warning if anchor == "sampler" else f"{gap}: its log-probs cannot be the anchor")
         if self.same_tokens:

@@ -3,6 +3,7 @@ the old policy; for each update: forward, objective, backward, optimizer; report
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -315,7 +316,21 @@ class Trainer:
         if self.state:
             noise = max(self.world.gather(floor.noise(self.anchor_choice == "sampler")))
             self.state = self.algorithm.calibrated(self.state, noise=noise)
-        return floor
+        return replace(floor, ahead=self.source.ahead, reason=self._reason_to_recompute(floor))
+
+    def _reason_to_recompute(self, floor: Floor) -> str:
+        """Why old log-probs are recomputed, for messages; "" if they are not."""
+        if self.anchor_choice == "sampler":
+            return ""
+        if self.source.ahead:
+            return f"with rollouts.ahead = {self.source.ahead} responses may be older than the policy"
+        if self.settings.anchor == "recompute":
+            return "training.anchor = 'recompute' asks for it"
+        if self.policy.routers is not None:
+            return "the pass that recomputes them also measures how far a mixture's routers shift"
+        if floor.band is None:
+            return "without a clip band the engine's own would have to be equal to the bit"
+        return "the engine's own are not exact enough"
 
     def _score_old_policy(self, tables: Tables, updates: list[Update]) -> Tables:
         """The tables with log-probs of the old and the reference policy, and old values."""
