@@ -291,6 +291,16 @@ def test_limits_of_the_run_hold_for_agents(settings: dict[str, Any], stop: StopR
         assert rollout.length <= 60 + 1 and len(rollout.turn_rewards or ()) <= settings.get("max_turns", 30)
 
 
+def test_an_agent_that_raises_at_the_refusal_of_a_limit_is_left_out() -> None:
+    def ask_on(problem: Problem, endpoint: Endpoint) -> float:
+        while True:
+            endpoint.ask("/completions", prompt=problem.prompt, max_tokens=2)
+
+    for rollout in play(ask_on, episodes=EpisodeSettings(max_turns=2)):
+        assert (rollout.fault or "").startswith("agent: RuntimeError: /completions was answered with 400")
+        assert "task.max_turns" in (rollout.fault or "") and rollout.turn_rewards is None
+
+
 def test_a_response_that_a_limit_cut_is_cut_and_one_that_its_agent_cut_is_not() -> None:
     def ask(tokens: int | None) -> Any:
         return lambda problem, endpoint: float(len(endpoint.ask("/completions", prompt="x", max_tokens=tokens)) > 0)
