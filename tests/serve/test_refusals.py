@@ -169,6 +169,24 @@ def test_a_prompt_that_just_fits_is_served(server: RunningServer) -> None:
     assert len(reply["choices"][0]["token_ids"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "streams"),
+    [
+        (COMPLETIONS, {"prompt": "a", "logprobs": 1}, {"logprobs": 0}),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}, {"top_logprobs": 0}),
+        (GENERATE, {"token_ids": [5], "sampling_params": {"logprobs": 2}}, {"sampling_params": {"logprobs": 1}}),
+    ],
+)
+def test_alternatives_do_not_stream_and_the_answer_says_what_does(
+    server: RunningServer, path: str, body: dict[str, Any], streams: dict[str, Any]
+) -> None:
+    error = refused(server, 400, path, {**body, "stream": True})
+    assert (error["param"], error["code"]) == ("stream", "unsupported_parameter")
+    (name, value) = next(iter(streams.get("sampling_params", streams).items()))
+    assert error["message"].endswith(f"{name} = {value} streams")
+    assert server.events(path, {**body, "stream": True, **streams})
+
+
 def test_a_model_without_a_chat_template_says_what_to_do() -> None:
     policy = chat_policy()
     policy.tokenizer.chat_template = None
@@ -181,9 +199,10 @@ def test_a_model_without_a_chat_template_says_what_to_do() -> None:
 
 def test_more_responses_than_the_server_takes_are_told_to_wait() -> None:
     with running(make_served(chat_policy(), sequences=4, context_tokens=4096)) as server:
-        assert (
-            refused(server, 429, GENERATE, {"token_ids": [5], "sampling_params": {"n": 5}})["code"] == "rate_limit_exceeded"
-        )
+        # A client that is told to wait sends such a request again for ever.
+        never = refused(server, 400, GENERATE, {"token_ids": [5], "sampling_params": {"n": 5}})
+        assert "expected at most 4 responses of one request" in never["message"] and "got 5" in never["message"]
+        assert refused(server, 400, COMPLETIONS, {"prompt": ["a", "b", "c"], "n": 2})["param"] == "n"
         server.post("/pause?mode=keep")
         body = {"token_ids": [5], "sampling_params": {"n": 3, "max_tokens": 5}}
         waiting = threading.Thread(target=server.post, args=(GENERATE, body))
@@ -192,10 +211,11 @@ def test_more_responses_than_the_server_takes_are_told_to_wait() -> None:
             time.sleep(0.01)
         full = server.ask("POST", GENERATE, {"token_ids": [5], "sampling_params": {"n": 2}})
         assert full.status == 429 and full.headers["retry-after"] == "1" and full.error()["type"] == "rate_limit_error"
+        assert full.error()["code"] == "rate_limit_exceeded"
         one = threading.Thread(target=server.post, args=(GENERATE, {**body, "sampling_params": {"max_tokens": 5}}))
         one.start()
         server.post("/resume")
         waiting.join(30)
         one.join(30)
-        assert server.served.admission.taken == 0 and server.ask("GET", "/health").json()["refused"] == 2
+        assert server.served.admission.taken == 0 and server.ask("GET", "/health").json()["refused"] == 3
         server.post(GENERATE, {"token_ids": [5], "sampling_params": {"n": 4, "max_tokens": 2}})

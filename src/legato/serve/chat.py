@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from legato.serve.answers import Scored, count_usage, fingerprint, ignore_usual, read_usage, score_samples, version_spans
-from legato.serve.errors import ApiError, unsupported
+from legato.serve.errors import ApiError, whole_answers_only
 from legato.serve.generation import Asked, Generation, Sample, Update, fit_response, read_asked, read_max_tokens
 from legato.serve.http import EventStream, json_response, read_body, until_gone
 from legato.serve.logprobs import TokenNames, chat_logprobs, own_only, prompt_logprobs
@@ -78,9 +78,7 @@ def read_fields(body: Body, served: Served) -> ChatFields:
         tools=tools,
     )
     if stream and (fields.prompt_logprobs is not None or fields.logprobs):
-        raise unsupported(
-            "stream", "scores of prompts and of alternatives come with whole answers; top_logprobs = 0 streams"
-        )
+        raise whole_answers_only("top_logprobs = 0")
     return fields
 
 

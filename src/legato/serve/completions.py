@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from legato.serve.answers import Scored, count_usage, fingerprint, ignore_usual, read_usage, score_samples, version_spans
-from legato.serve.errors import bad_value, unsupported
+from legato.serve.errors import bad_value, whole_answers_only
 from legato.serve.generation import Asked, Generation, Sample, Update, fit_response, read_asked, read_max_tokens
 from legato.serve.http import EventStream, json_response, read_body, until_gone
 from legato.serve.logprobs import TokenNames, alternatives, completion_logprobs, own_only, prompt_logprobs
@@ -71,7 +71,7 @@ def read_fields(body: Body, served: Served) -> CompletionFields:
         names_as_ids=body.flag("return_tokens_as_token_ids"),
     )
     if stream and (fields.scored_prompts is not None or fields.logprobs):
-        raise unsupported("stream", "scores of prompts and of alternatives come with whole answers; logprobs = 0 streams")
+        raise whole_answers_only("logprobs = 0")
     return fields
 
 

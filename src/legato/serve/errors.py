@@ -47,6 +47,17 @@ def unsupported(param: str, advice: str) -> ApiError:
     return ApiError(400, f"{param} is not supported by this server: {advice}", param=param, code="unsupported_parameter")
 
 
+def whole_answers_only(streams: str) -> ApiError:
+    """The error about a stream of what is known only at its end; `streams` is the setting of log-probs that would stream."""
+    return ApiError(
+        400,
+        "expected stream = false where alternatives or scores of the prompt are wanted, got true (stream);"
+        f" {streams} streams",
+        param="stream",
+        code="unsupported_parameter",
+    )
+
+
 def context_exceeded(param: str, tokens: int, most: int) -> ApiError:
     """The error about a prompt that, with its response, has more tokens than the server allows."""
     return ApiError(

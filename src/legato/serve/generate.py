@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from legato.serve.answers import Scored, count_usage, ignore_usual, read_usage, score_samples, version_spans
-from legato.serve.errors import ApiError, unsupported
+from legato.serve.errors import ApiError, whole_answers_only
 from legato.serve.generation import Asked, Generation, Sample, Update, fit_response, read_asked, read_max_tokens
 from legato.serve.http import EventStream, json_response, read_body, until_gone
 from legato.serve.logprobs import (
@@ -86,7 +86,7 @@ def read_fields(body: Body, served: Served) -> GenerateFields:
     sampling.ignore("skip_clone", "extra_args", "watermarking", "routed_experts_prompt_start")
     sampling.refuse_unknown()
     if stream and (fields.prompt_logprobs is not None or fields.others):
-        raise unsupported("stream", "scores of prompts and of alternatives come with whole answers; logprobs = 1 streams")
+        raise whole_answers_only("logprobs = 1")
     return fields
 
 

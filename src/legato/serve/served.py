@@ -39,7 +39,15 @@ class Admission:
     """How many requests were refused so far."""
 
     def take(self, sequences: int) -> None:
-        """Count responses in; ApiError (429) if there are too many."""
+        """Count responses in; ApiError if there are too many: 429, or 400 if an idle server would not take them either."""
+        if sequences > self.most:
+            self.refused += 1
+            raise ApiError(
+                400,
+                f"expected at most {self.most} responses of one request (prompts times n), got {sequences} (n); divide the"
+                " request, or start the server with a larger --max-requests",
+                param="n",
+            )
         if self.taken + sequences > self.most:
             self.refused += 1
             raise ApiError(
