@@ -89,8 +89,9 @@ def vllm_block() -> str:
         ),
     ]
     lines = ["| `make test-vllm` | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)]
-    length = f"{results['seconds']:.0f} s in all" if "seconds" in results else results["note"]
-    told = f"{results['software']} on CPU, commit {results['commit']}, {results['day']}; {length}"
+    length = [f"{results['seconds']:,.0f} s in all"] if "seconds" in results else []
+    notes = [results["note"]] if "note" in results else []
+    told = "; ".join([f"{results['software']} on CPU, commit {results['commit']}, {results['day']}", *length, *notes])
     return "\n".join([*lines, "", f"Read with {told} (`benchmarks/results/vllm.json`)."])
 
 
