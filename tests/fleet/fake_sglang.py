@@ -66,7 +66,7 @@ class FakeSglang:
                 except KeyError as error:
                     status, reply = 422, {"error": {"message": f"unknown field or path {error}"}}
                 except EndedError as error:
-                    status, reply = 400, {"error": {"message": str(error)}}
+                    status, reply = 499, {"error": {"message": str(error)}}
                 data = json.dumps(reply).encode() if reply is not None else b""
                 self.send_response(status)
                 self.send_header("content-length", str(len(data)))

@@ -119,7 +119,7 @@ def test_what_a_publish_ended_is_completed(replies: list[str], tokens: int, text
 
 def test_a_request_that_is_refused_for_another_reason_is_not_asked_again() -> None:
     ask = Ask(prompt=[9], seed=0, sampling=Sampling(), limits=LIMITS, name="first")
-    client = _Replies([RefusedError(400, "Request first was aborted"), RefusedError(400, "the input is too long"), "ab"])
+    client = _Replies([RefusedError(499, "Request first was aborted"), RefusedError(400, "the input is too long"), "ab"])
     with pytest.raises(RefusedError, match="too long"):
         Sglang().sample(client, ask, Reading(tokenizer=_Letters(), vocabulary=128, version_of=int), 10.0)
     assert len(client.names) == 2

@@ -49,6 +49,9 @@ LOWEST = (0, 5, 11)
 PATH = "/generate"
 ABORTED = "abort"
 """Why a response ended that a publish ended."""
+ENDED = (HTTPStatus.BAD_REQUEST, 499)
+"""The answers to a request that had not begun when a publish ended all requests: SGLang ends them again and again until none
+is left, so that a request that is continued at once waits for the end of the publish and is then refused, once."""
 _BETWEEN_ASKS = 0.02
 """Seconds before a request is continued; the server holds it back until the publish is over."""
 
@@ -85,8 +88,7 @@ class Sglang(Dialect):
             try:
                 reply = client.post(PATH, request_body(rest), seconds=max(0.001, ends - time.monotonic()))
             except RefusedError as error:
-                # A request that had not begun when a publish ended all requests.
-                if error.status != HTTPStatus.BAD_REQUEST or "was aborted" not in error.message:
+                if error.status not in ENDED or "was aborted" not in error.message:
                     raise
                 time.sleep(_BETWEEN_ASKS)
                 continue
