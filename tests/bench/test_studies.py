@@ -365,6 +365,65 @@ def test_tables_and_headings_of_a_reading_stand_apart_from_its_sentences() -> No
     assert STORED["frontier"]["runs"][0]["ratio/token_log_std"] > 0
 
 
+def test_the_reading_of_the_efficiency_study_says_what_its_runs_did() -> None:
+    """Words of the reading that are not numbers, against the stored runs."""
+    results = STORED["efficiency"]
+    page = studies.experiment_page(results)
+    (only,) = results["comparisons"]
+    assert (
+        results["verdict"] == "refuted"
+        and only["finding"] == "equivalent"
+        and only["interval"][0] < -0.03 < 0.03 < only["interval"][1]
+    )
+    assert {run["status"] for run in results["runs"]} == {"done"} and "All 16 runs survived" in page
+    runs = {(run["arm"], run["seed"]): run for run in results["runs"]}
+    leads = [
+        sum(
+            runs["gspo", seed]["evaluations"][place]["sampled"] - runs["grpo", seed]["evaluations"][place]["sampled"]
+            for seed in results["seeds"]
+        )
+        for place in range(11)
+    ]
+    assert max(leads) == leads[5] and all(lead > 0 for lead in leads[2:6]) and all(lead < 0 for lead in leads[6:])
+    assert (
+        all(runs["gspo", seed]["greedy"] < runs["grpo", seed]["greedy"] for seed in results["seeds"])
+        and "8 of 8 seeds" in page
+    )
+    order = [
+        "Refuted by the registered",
+        "study-efficiency-curves.svg",
+        "### Exploratory",
+        "leads in the first half",
+        "### The opposite",
+    ]
+    assert [page.index(part) for part in order] == sorted(page.index(part) for part in order)
+
+
+def test_the_reading_of_the_mismatch_study_says_what_its_runs_did() -> None:
+    """Words of the reading that are not numbers, against the stored runs."""
+    results = STORED["mismatch"]
+    page = studies.experiment_page(results)
+    assert [each["finding"] for each in results["comparisons"]] == ["equivalent", "above", "undecided"]
+    assert [each["refutes"] for each in results["comparisons"]] == [True, False, False] and results["verdict"] == "refuted"
+    collapsed = {(run["bed"], run["arm"]) for run in results["runs"] if run["status"] != "done"}
+    assert collapsed == {("fp8-like", "grpo")} and "6 of 10 survived" in page
+    by_arm = {
+        arm: [run for run in results["runs"] if (run["bed"], run["arm"]) == ("fp8-like", arm)] for arm in ("grpo", "gspo")
+    }
+    falls = {
+        arm: sum(run["evaluations"][2]["sampled"] < run["evaluations"][1]["sampled"] for run in runs)
+        for arm, runs in by_arm.items()
+    }
+    assert falls == {"grpo": 10, "gspo": 0}
+    # The table of losses: what was registered is the difference of its columns.
+    rows = {line.split(" | ")[0]: line for line in page.splitlines() if re.match(r"\| (bf16|fp8-like|stale) \|", line)}
+    for name, each in zip(("bf16", "fp8-like", "stale"), results["comparisons"], strict=True):
+        grpo, gspo = (float(value) for value in re.findall(r"\| ([+-][\d.]+) \(", rows[f"| {name}"]))
+        assert grpo - gspo == pytest.approx(100 * each["mean"], abs=0.11)
+    order = ["by one of its conditions only", "study-mismatch-loss.svg", "### Exploratory", "### The opposite"]
+    assert [page.index(part) for part in order] == sorted(page.index(part) for part in order)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, results in STORED.items() if results.get("measure")])
 def test_two_measured_runs_of_each_study_give_the_stored_numbers_to_the_bit(name: str) -> None:

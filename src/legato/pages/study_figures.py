@@ -301,6 +301,7 @@ def _losses(results: Results) -> Figure | None:
         "hovermode": "closest",
     }
     note = f"Accuracy at the end on the bed {common} minus that on each other bed, seed by seed. {_note(results)}"
+    note += " The registered comparisons are differences between these losses."
     return figure(f"Accuracy lost beside {common}", note, traces, layout)
 
 
