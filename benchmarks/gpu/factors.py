@@ -17,6 +17,7 @@ from benchmarks.gpu.plan import NEW, PROMPT, SAMPLES, SHAPES, config_of, load_re
 from benchmarks.gpu.plan import RESULTS as PLANNED
 from legato.capacity.hardware import find_hardware
 from legato.capacity.model import build_model
+from legato.capacity.times import offloaded_bytes
 from legato.capacity.work import Pass, active_in_layers, decode_floor, head_weights, pass_over_groups
 from legato.core.texts import Texts
 from legato.training.memory.shape import Shape
@@ -25,6 +26,8 @@ from legato.training.plan import plan
 RESULTS = Path(__file__).parents[1] / "results"
 STORED = Path(__file__).parents[2] / "src" / "legato" / "capacity" / "measured.json"
 NAMES = {"0.6B": "qwen3-0.6b", "1.7B": "qwen3-1.7b"}
+HOST_CORES = 16
+"""Of the machine of the H200 on which the shapes of plan.json were measured."""
 MIXTURE = "Qwen3-MoE of 1.3 billion weights (24 layers, 32 experts, 4 active)"
 
 
@@ -129,7 +132,7 @@ def factors() -> dict[str, Any]:
     large_floor, large_seconds, large_steps = _decoding_of_large(large, hardware)
     large_share = large_floor / (large_seconds - per_layer * large_shape().layers * large_steps)
     planned = load_results(PLANNED)
-    adapted, experts = planned["shapes"]["8b-lora"], planned["shapes"]["mixture"]
+    adapted, experts, offloaded = (planned["shapes"][name] for name in ("8b-lora", "mixture", "8b-offload"))
     adapted_flops = _step_pass("8b-lora").training(frozen=True, recomputed=adapted["checkpointing"])
     adapted_share = adapted_flops / adapted["seconds"]["update"] / hardware.matmul / training[-1]["value"]
     adapted_layers = shape_of("8b-lora").layers
@@ -192,6 +195,12 @@ def factors() -> dict[str, Any]:
                 _date(planned, adapted),
                 "plan.json",
             ),
+            "host_bytes_per_second": entry(
+                _host_speed(offloaded, hardware, training[-1]["value"]),
+                f"8b-offload, updates without products and PCIe, {HOST_CORES} cores",
+                _date(planned, offloaded),
+                "plan.json",
+            ),
         },
         "results": [*_results(gpu, large, machine), *planned_results(planned)],
     }
@@ -241,6 +250,16 @@ def _share_of_experts(result: dict[str, Any], hardware: Any, dense: float) -> fl
     head = 3 * step.head / (dense * hardware.matmul)
     layers = step.training(frozen=False, recomputed=False) - 3 * step.head
     return float(layers / (result["seconds"]["update"] - optimizer - head) / hardware.matmul)
+
+
+def _host_speed(result: dict[str, Any], hardware: Any, dense: float) -> float:
+    """Bytes of host memory a second that the offloaded optimizer reads and writes in an update."""
+    products = _step_pass("8b-offload").training(frozen=False, recomputed=result["checkpointing"]) / (
+        dense * hardware.matmul
+    )
+    each = (result["seconds"]["update"] - products) / SHAPES["8b-offload"].updates
+    link, on_host = (result["trained"] * size for size in offloaded_bytes(2))
+    return float(on_host / (each - link / hardware.pcie))
 
 
 def _solve_decoding(fixed: dict[str, Any], ragged: dict[str, Any], layers: int) -> tuple[float, float]:

@@ -304,14 +304,14 @@ def run_all(options: argparse.Namespace) -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    results["commit"] = options.commit or results.get("commit", "")
     results["load"] = {"samples": SAMPLES, "prompt_tokens": PROMPT, "new_tokens": NEW}
     for name in options.shapes:
         started, left = time.monotonic(), deadline - time.monotonic()
         reason = "the time of the command is up" if left < 10 else why_not(name, device=options.device)
         result = {"skipped": reason} if reason else run_child(name, min(left, SHAPES[name].seconds), options)
         if "peak_gib" in result or "peak_gib" not in results["shapes"].get(name, {}):
-            results["shapes"][name] = {**result, "title": SHAPES[name].title, "date": results["date"]}
+            when = {"date": results["date"], "commit": options.commit}
+            results["shapes"][name] = {**result, "title": SHAPES[name].title, **when}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         beside = options.output.with_suffix(".part")
         beside.write_text(json.dumps(results, indent=1) + "\n")

@@ -152,7 +152,9 @@ def _why_not(part: dict[str, Any], side: str) -> str:
 def _when(stored: dict[str, Any], part: str) -> str:
     if part not in stored["parts"]:
         return ""
-    return f"{stored['parts'][part].get('date', stored['date'])}, {stored['machine'].get('device', '')}"
+    own = stored["parts"][part]
+    commit = f", {own['commit']}" if own.get("commit") else ""
+    return f"{own.get('date', stored['date'])}, {stored['machine'].get('device', '')}{commit}"
 
 
 def _example() -> str:
@@ -278,6 +280,7 @@ _MEANINGS = {
     "decode_seconds_per_layer": "s, per layer and decode step",
     "decode_seconds_per_sparse_layer": "s, per layer with experts and decode step",
     "decode_seconds_per_adapted_layer": "s, per layer with adapters and decode step, in addition",
+    "host_bytes_per_second": "bytes/s, an offloaded optimizer in host memory",
 }
 
 

@@ -65,9 +65,19 @@ def test_one_fault_does_not_end_the_others_and_old_results_stay(tmp_path: Path, 
     assert stored["shapes"]["4b"]["peak_gib"] == 99.0 and stored["date"] and stored["machine"]["device"] == "CPU"
     assert "exit code 1: torch.OutOfMemoryError" in stored["shapes"]["8b-lora"]["error"]
     assert "it took more than" in stored["shapes"]["mixture"]["error"]
+    assert all((shape["date"], shape["commit"]) == (stored["date"], "abc1234") for shape in stored["shapes"].values())
     children.outcomes["4b"] = "broken"
-    plan.run_all(options(tmp_path, "4b"))
-    assert plan.load_results(tmp_path / "plan.json")["shapes"]["4b"]["peak_gib"] == 99.0
+    later = options(tmp_path, "4b")
+    later.commit = "def5678"
+    plan.run_all(later)
+    kept = plan.load_results(tmp_path / "plan.json")["shapes"]["4b"]
+    assert kept["peak_gib"] == 99.0 and kept["commit"] == "abc1234"
+
+
+def test_every_stored_shape_names_its_own_date_and_commit() -> None:
+    """Shapes are measured on different days, and one command measures only some of them."""
+    shapes = plan.load_results(plan.RESULTS)["shapes"]
+    assert set(shapes) == set(plan.SHAPES) and all(shape["date"] and shape["commit"] for shape in shapes.values())
 
 
 def test_no_shape_starts_after_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

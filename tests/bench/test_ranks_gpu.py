@@ -107,7 +107,7 @@ def test_the_page_tells_what_was_measured_and_what_was_not() -> None:
     ratios = {"layers, kept over one process, 0.6B": 1.034, "torchrun over plain, 0.6B": 1.026}
     stored = {
         "parts": {
-            "nccl": {"takes_two": False, "date": "2026-11-19"},
+            "nccl": {"takes_two": False, "date": "2026-11-19", "commit": "abc1234"},
             "two": two,
             "torchrun 0.6B": {},
             "torchrun 1.7B": {"errors": {"layers, kept": "OutOfMemoryError: full"}},
@@ -122,7 +122,7 @@ def test_the_page_tells_what_was_measured_and_what_was_not() -> None:
     assert "| within 5 % | +3.4 % |" in lines[4]
     kept = "FSDP2 on one rank, 1.7B, layers and gradients kept during updates, over the same run without"
     assert "failed: OutOfMemoryError: full" in told[kept]
-    assert "refuses them | 2026-11-19, H200 |" in told["NCCL with two processes on one GPU"]
+    assert "refuses them | 2026-11-19, H200, abc1234 |" in told["NCCL with two processes on one GPU"]
     failed = "failed: exit code 1"
     assert [line.split(" | ")[2] for line in lines[9:]] == [
         *("failed: RuntimeError: no", failed),

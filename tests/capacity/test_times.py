@@ -166,6 +166,21 @@ def test_more_work_takes_more_time(words: list[str], phase: str) -> None:
     assert after > 1.05 * before
 
 
+def test_an_offloaded_optimizer_takes_the_time_of_its_bytes_by_hand() -> None:
+    words = ("training.offload_optimizer=true", "training.updates_per_step=2")
+    alone = setup("qwen3-8b", 1, *words)
+    gpu, weights = alone.hardware, alone.model.parameters
+    # Gradients of 4 bytes come, weights of 2 go. Gradient, master and two moments are read, all but the gradient written.
+    # Then the masters are read and 16-bit weights written.
+    link, host, speed = 4 + 2, 4 * 4 + 3 * 4 + 4 + 2, measured().host_bytes_per_second.value
+    assert plan_setup(alone).times.seconds("optimizer") == pytest.approx(2 * weights * (link / gpu.pcie + host / speed))
+    # Eight GPUs of a machine have an eighth of the weights each, and an eighth of its memory's speed, which is less.
+    eight = plan_setup(setup("qwen3-8b", 8, "training.shard=optimizer", *words))
+    assert gpu.host < speed < gpu.host * gpu.gpus_per_node
+    shared = 2 * weights / 8 * (link / gpu.pcie + host / gpu.host)
+    assert eight.times.seconds("optimizer") == pytest.approx(shared)
+
+
 def test_old_log_probs_are_scored_only_where_they_are_needed() -> None:
     times = [plan_setup(setup("qwen3-8b", 1, *words)).times for words in ((), ("training.anchor=sampler",))]
     assert times[0].seconds("old log-probs") > 0 == times[1].seconds("old log-probs")

@@ -69,12 +69,15 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     assert f"in {smollm2['seconds']:.0f} s on" in README
     planned = json.loads((results / "plan.json").read_text())["shapes"]
     one_line = " ".join(README.split())
-    eight, lora = (planned[name] for name in ("8b-8bit", "8b-lora"))
+    eight, away, lora = (planned[name] for name in ("8b-8bit", "8b-offload", "8b-lora"))
     assert f"took {eight['seconds']['step']:.1f} s on one H200 with an 8-bit optimizer" in one_line
-    assert f"a peak of {eight['peak_gib']:.1f} GiB, and {lora['seconds']['step']:.1f} s by LoRA" in one_line
+    assert f"a peak of {eight['peak_gib']:.1f} GiB, {away['seconds']['step']:.1f} s with an offloaded one" in one_line
+    assert f"at {away['peak_gib']:.1f} GiB, and {lora['seconds']['step']:.1f} s by LoRA" in one_line
     assert f"at {lora['peak_gib']:.1f} GiB" in one_line
     ratios = json.loads((results / "ranks-gpu.json").read_text())["ratios"]
-    assert f"a 1.7B shape {100 * ratios['layers over one process, 1.7B'] - 100:.0f} % slower" in one_line
+    assert f"a 1.7B shape {100 * ratios['layers over one process, 1.7B'] - 100:.0f} % slower where layers are" in one_line
+    assert "and no slower where there is memory to keep them" in one_line
+    assert ratios["layers, kept over one process, 1.7B"] < 1.02
     rows = re.findall(
         r"^\| [\d.]+B \| (\w+) \|.* ([\d.]+)x \| \d+ \|$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE
     )
@@ -87,6 +90,13 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     assert "**10 of 10** fresh seeds" in watch and "on 10 of 10 fresh seeds" in README
     assert "**1 false alarm in 2,500 healthy steps**" in watch and "1 false alarm in 2,500 healthy steps" in README
     assert "56 of 75 faulty runs raised an alarm" in watch and "Of 75 runs with 14 kinds of fault it noticed 56" in README
+
+
+@pytest.mark.parametrize("name", ["8b-8bit", "8b-offload", "8b-lora"])
+def test_the_recipes_of_8b_name_what_was_measured_of_their_shape(name: str) -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())["shapes"][name]
+    head = (ROOT / "recipes" / f"qwen3-{name}.toml").read_text().partition("\n\n")[0]
+    assert f"measured on an H200: {result['peak_gib']:.1f} GiB and {result['tokens_per_second']:,.0f} tokens/s" in head
 
 
 def test_the_sizes_of_upcycled_smollm2_follow_from_its_shape() -> None:

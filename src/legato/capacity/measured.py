@@ -64,6 +64,8 @@ class Measured:
     decode_seconds_per_sparse_layer: Factor
     decode_seconds_per_adapted_layer: Factor
     """In addition, where layers have adapters."""
+    host_bytes_per_second: Factor
+    """Bytes of host memory that an offloaded optimizer reads and writes, with the cores of the measured machine."""
     results: tuple[Result, ...]
 
     def training_share(self, setup: Setup) -> float:

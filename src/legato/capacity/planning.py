@@ -41,7 +41,7 @@ class Plan:
             )
         if setup.offload:
             held = f"{need.memory.host / 1e9:,.0f} GB of optimizer state for each GPU"
-            lines.append(f"the host holds {held}; the time of the offloaded optimizer is a lower bound")
+            lines.append(f"the host holds {held}; the optimizer's time was measured with 16 cores for a GPU")
         if setup.servers:
             lines.append("responses are sampled on other machines, whose memory and time are not planned")
         if setup.model.is_mixture:

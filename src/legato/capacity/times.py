@@ -3,7 +3,8 @@
     sampling       prefill at the speed of scoring; decoding: roofline / measured share + steps x layers x measured seconds
     old log-probs  FLOPs of a forward at the measured share of the speed of products
     updates        FLOPs of forward and backward at their measured share
-    optimizer      bytes of gradients, masters, moments and weights at the bandwidth of the GPU, or of host and PCIe
+    optimizer      bytes of gradients, masters, moments and weights at the bandwidth of the GPU; offloaded: bytes over PCIe,
+                   then bytes of host memory at their measured speed, or at the GPU's share of the host if that is less
     communication  `links.py`: what computing does not hide
 
 A pack takes at least the time in which the host launches its layers. Every row has a gradient and is computed in one pass
@@ -156,6 +157,15 @@ def _sampling(setup: Setup, need: Need) -> Phase:
     return Phase(name="sampling", seconds=seconds, how=how)
 
 
+def offloaded_bytes(size: int, *, eight_bit: bool = False) -> tuple[int, int]:
+    """(bytes over PCIe, bytes read and written on the host) of a weight of `size` bytes, in a step of an offloaded AdamW."""
+    moments = 2 if eight_bit else 8
+    # The gradient comes, the weight goes back.
+    link = 4 + size
+    # Gradient read, master and moments read and written; then the master read and the weight written. The norm is the GPU's.
+    return link, 4 + 2 * (4 + moments) + 4 + size
+
+
 def _optimizer(setup: Setup) -> Phase:
     """Steps of AdamW: norm, update of masters and moments, copy of the masters into the weights."""
     shape, hardware = setup.model.shape, setup.hardware
@@ -173,10 +183,14 @@ def _optimizer(setup: Setup) -> Phase:
             f"{mine * device / 1e9:,.1f} GB at {hardware.bandwidth / 1e12:.2f} TB/s",
         )
     else:
-        transfer, on_host = mine * (4 + 4) / hardware.pcie, mine * (device - copied) / hardware.host
-        seconds = transfer + on_host
+        size = max(setup.size, 4) if setup.lora_rank else setup.size
+        link, on_host = (mine * each for each in offloaded_bytes(size, eight_bit=setup.eight_bit))
+        # The GPUs of a machine step at the same time and share its memory.
+        share = hardware.host * hardware.gpus_per_node / min(setup.gpus, hardware.gpus_per_node)
+        speed = min(measured().host_bytes_per_second.value, share)
+        seconds = link / hardware.pcie + on_host / speed
         how = (
-            f"{mine * 8 / 1e9:,.0f} GB over PCIe at {hardware.pcie / 1e9:.0f} GB/s, {mine * (device - copied) / 1e9:,.0f} GB"
-            f" in host memory at {hardware.host / 1e9:.0f} GB/s"
+            f"{link / 1e9:,.0f} GB over PCIe at {hardware.pcie / 1e9:.0f} GB/s, then {on_host / 1e9:,.0f} GB"
+            f" in host memory at {speed / 1e9:.0f} GB/s"
         )
     return Phase(name="optimizer", seconds=steps * seconds, how=f"{steps} x {how}" if steps > 1 else how)
