@@ -7,7 +7,7 @@
 The same requests (token ids, a seed each, log-probs wanted, no end token) are answered three ways, several times in turn:
 
     direct    all at once to the engine, in this process
-    whole     by clients over HTTP, each of which sends its next request when it has the answer to the last
+    whole     by clients over HTTP, each of which sends the next request of all when it has the answer to its last
     stream    the same with streamed answers
 
 Clients run in processes of their own (`--processes`), so that their work does not slow the server's interpreter down; on a
@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -33,6 +34,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results" / "serve.json"
 KEY = "a-key-for-benchmarks"
 TARGET = 0.85
+NUMBER_BYTES = 4
 GENERATE = "/inference/v1/generate"
 SMALL = {
     "hidden_size": 384,
@@ -52,7 +54,7 @@ class Load:
 
     clients: int
     requests: int
-    """Of each client."""
+    """Of each client, in the mean: clients take the next of all requests, so that none has more to do at the end."""
     prompt: int
     tokens: int
     ragged: bool
@@ -85,16 +87,19 @@ class Load:
 # Clients, in processes of their own. Nothing here imports torch.
 
 
-def run_clients(url: str, load: Load, clients: Sequence[int], stream: bool) -> dict[str, Any]:
-    """Let some clients send all their requests: their tokens, and the seconds of each request."""
+def run_clients(url: str, load: Load, clients: int, numbers: int, stream: bool) -> dict[str, Any]:
+    """Let some clients send requests until there are no more: their tokens, and the seconds of each request.
+
+    `numbers`: the file descriptor of a pipe with the numbers of requests; all clients of all processes take from it.
+    """
     from legato.rollouts.servers.http import HttpClient
 
     http_client = HttpClient(url, KEY)
 
-    def run(client: int) -> tuple[int, list[float], list[float]]:
+    def run(_: int) -> tuple[int, list[float], list[float]]:
         tokens, seconds, firsts = 0, [], []
-        for place in range(load.requests):
-            body, began = load.body(client * load.requests + place, stream), time.perf_counter()
+        while taken := os.read(numbers, NUMBER_BYTES):
+            body, began = load.body(int.from_bytes(taken, "little"), stream), time.perf_counter()
             first = None
             if stream:
                 for event in http_client.stream(GENERATE, body, seconds=3600.0):
@@ -106,8 +111,8 @@ def run_clients(url: str, load: Load, clients: Sequence[int], stream: bool) -> d
             firsts.append(first or seconds[-1])
         return tokens, seconds, firsts
 
-    with ThreadPoolExecutor(len(clients)) as pool:
-        results = list(pool.map(run, clients))
+    with ThreadPoolExecutor(clients) as pool:
+        results = list(pool.map(run, range(clients)))
     http_client.close()
     return {
         "tokens": sum(tokens for tokens, _, _ in results),
@@ -118,18 +123,22 @@ def run_clients(url: str, load: Load, clients: Sequence[int], stream: bool) -> d
 
 def measure_clients(url: str, load: Load, processes: int, stream: bool) -> dict[str, Any]:
     """Start the clients' processes, let them begin together, and measure until the last has its last answer."""
-    shares = [list(range(load.clients))[place::processes] for place in range(processes)]
+    shares = [len(range(load.clients)[place::processes]) for place in range(processes)]
     started = []
+    numbers, write = os.pipe()
     for share in shares:
         words = [sys.executable, "-m", "benchmarks.serve", "--as-clients"]
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[numbers])
         assert process.stdin is not None and process.stdout is not None
         print(
-            json.dumps({"url": url, "load": asdict(load), "clients": share, "stream": stream}),
+            json.dumps({"url": url, "load": asdict(load), "clients": share, "numbers": numbers, "stream": stream}),
             file=process.stdin,
             flush=True,
         )
         started.append(process)
+    os.close(numbers)
+    filling = threading.Thread(target=_fill, args=(write, load.count), daemon=True)  # a pipe holds 16,384 numbers
+    filling.start()
     for process in started:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     began = time.perf_counter()
@@ -141,6 +150,7 @@ def measure_clients(url: str, load: Load, processes: int, stream: bool) -> dict[
         assert process.stdout is not None
         answers.append(json.loads(process.stdout.readline()))
     seconds = time.perf_counter() - began
+    filling.join()
     for process in started:
         process.wait(30)
         for pipe in (process.stdin, process.stdout):
@@ -158,6 +168,13 @@ def measure_clients(url: str, load: Load, processes: int, stream: bool) -> dict[
     }
 
 
+def _fill(write: int, count: int) -> None:
+    """Write the numbers of all requests into a pipe, and its end."""
+    with open(write, "wb") as pipe:
+        for number in range(count):
+            pipe.write(number.to_bytes(NUMBER_BYTES, "little"))
+
+
 def main_of_clients() -> None:
     """A process of clients: reads its orders from standard input."""
     order = json.loads(sys.stdin.readline())
@@ -166,7 +183,7 @@ def main_of_clients() -> None:
 
     print("ready", flush=True)
     sys.stdin.readline()
-    print(json.dumps(run_clients(order["url"], load, order["clients"], order["stream"])), flush=True)
+    print(json.dumps(run_clients(order["url"], load, order["clients"], order["numbers"], order["stream"])), flush=True)
 
 
 # The server and the engine
@@ -310,8 +327,6 @@ def measure(shape: str, load: Load, *, rows: int, processes: int, repeats: int) 
 
 
 def describe_device(policy: Any) -> str:
-    import os
-
     import torch
 
     if policy.device.type == "cuda":
@@ -324,7 +339,7 @@ def main() -> None:
     parser.add_argument("--as-clients", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--shape", default="tiny", choices=("tiny", "17M", "0.6B", "1.7B"))
     parser.add_argument("--clients", type=int, default=256)
-    parser.add_argument("--requests", type=int, default=4, help="of each client")
+    parser.add_argument("--requests", type=int, default=4, help="of each client, in the mean")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a response")
     parser.add_argument("--ragged", action="store_true", help="responses from a quarter of that length to all of it")

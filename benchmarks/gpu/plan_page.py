@@ -111,7 +111,9 @@ def one_gpu(stored: dict[str, Any]) -> str:
     """What was measured of ranks on one GPU, beside what is promised. What failed says so."""
     ratios, parts = stored.get("ratios", {}), stored["parts"]
     rows = []
-    for what, wanted, allowed, name, part, side in _RATIOS:
+    for what, wanted, allowed, name, usual, side in _RATIOS:
+        beside = name.startswith("torchrun over plain") and gpu_ranks.BESIDE_PLAIN in parts
+        part = gpu_ranks.BESIDE_PLAIN if beside else usual
         cell = _why_not(parts.get(part, {}), side)
         if name in ratios:
             beyond = ", more than wanted" if ratios[name] - 1 > allowed else ""

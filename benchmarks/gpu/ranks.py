@@ -60,6 +60,9 @@ KEPT = "layers, kept"
 WAYS = ("optimizer", KEPT, "layers")
 SIDES = {"0.6B": ("one", *WAYS), "1.7B": ("one", KEPT, "layers"), "8B": ("one", KEPT)}
 """What is measured alternately: as many as the memory of the GPU holds at once."""
+BESIDE_PLAIN = "torchrun 0.6B, beside plain"
+"""In stored results: an earlier "torchrun 0.6B", of the run that also measured "plain 0.6B". Machines differ by more than
+torchrun adds, so that only results of one run are compared."""
 TAIL = 30
 """Lines of output that are stored of a part that failed."""
 
@@ -453,7 +456,9 @@ def summarise(parts: dict[str, Any]) -> dict[str, float]:
         if one is None:
             continue
         if plain is not None and shape == "0.6B":
-            ratios["torchrun over plain, 0.6B"] = one / plain
+            beside = parts.get(BESIDE_PLAIN, parts["torchrun 0.6B"])
+            if beside.get("commit") == parts["plain 0.6B" if before is not None else "plain 0.6B again"].get("commit"):
+                ratios["torchrun over plain, 0.6B"] = beside["sides"]["one"]["seconds"] / plain
         ratios |= {
             f"{way} over one process, {shape}": side["seconds"] / one
             for way, side in sides.items()
@@ -479,6 +484,8 @@ def run_all(options: argparse.Namespace) -> None:
         if left > 10:
             result = run_part(part, min(left, PARTS[part][1]), options)
         results["date"] = time.strftime("%Y-%m-%d", time.gmtime())
+        if part == "plain 0.6B":
+            results["parts"].pop(BESIDE_PLAIN, None)
         kept = results["parts"].get(part, {})
         if "skipped" not in result or not kept:
             # A part that failed now does not replace one that did not.

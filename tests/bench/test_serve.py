@@ -1,6 +1,7 @@
 """The benchmark of the server: its loads, a small measurement, and the figures of the page."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,10 @@ def test_clients_get_all_their_tokens() -> None:
     assert serve.measure_direct(engine, LOAD)["tokens_per_second"] > 0
     with serve.serving(policy, engine, LOAD) as url:
         for stream in (False, True):
-            results = serve.run_clients(url, LOAD, range(3), stream)
+            numbers, write = os.pipe()
+            serve._fill(write, LOAD.count)
+            results = serve.run_clients(url, LOAD, 3, numbers, stream)
+            os.close(numbers)
             assert results["tokens"] == LOAD.all_tokens and len(results["seconds"]) == len(results["first"]) == 6
 
 

@@ -371,7 +371,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     'engine': {
         'legato': {'says': 'Samples at one or many `legato serve`, given by address or started by the run.', 'fields': {}},
         'local': {'says': 'Samples from the very tensors being trained: on a GPU with captured graphs, elsewhere in plain PyTorch.', 'fields': {}},
-        'sglang': {'says': 'Samples at one or many SGLang servers (0.5.11 and later). It was never run against a real one.', 'fields': {}},
+        'sglang': {'says': 'Samples at one or many SGLang servers (0.5.11 and later). Version 0.5.17 was tried on a GPU (docs/engines.md).', 'fields': {}},
         'vllm': {'says': 'Samples at one or many vLLM servers (0.28 and later), given by address or started by the run.', 'fields': {}},
     },
 }

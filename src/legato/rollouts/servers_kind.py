@@ -34,7 +34,7 @@ class VllmKind(EngineKind):
 
 @part("engine", "sglang")
 class SglangKind(EngineKind):
-    """Samples at one or many SGLang servers (0.5.11 and later). It was never run against a real one."""
+    """Samples at one or many SGLang servers (0.5.11 and later). Version 0.5.17 was tried on a GPU (docs/engines.md)."""
 
     remote = True
 
