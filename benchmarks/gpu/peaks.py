@@ -193,4 +193,9 @@ def _planned_rows() -> list[Row]:
                     checkpointing=result["checkpointing"],
                 )
             )
+            if demand.offload and "host_gib" in result:
+                calculated = demand.memory(checkpointing=result["checkpointing"]).host / GIB
+                rows.append(
+                    replace(rows[-1], what=f"{rows[-1].what}: host", measured=result["host_gib"], calculated=calculated)
+                )
     return rows

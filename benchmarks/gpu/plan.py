@@ -11,6 +11,7 @@ measured only if it is named: it takes 105 GB of host memory, and a machine that
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -18,7 +19,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -162,6 +165,7 @@ def measure(name: str, *, device: str, tiny: bool) -> dict[str, Any]:
     # As in a run, the engine is built before the optimizer and leaves room for it.
     reserved = training_bytes(policy.parameters(), eight_bit=case.eight_bit, offload=case.offload)
     engine = local_engine(policy, case.prompts * SAMPLES, training_bytes=reserved if bench.cuda else 0)
+    free = free_host_bytes()
     trainer = gpu_update.fixed_trainer(policy, workload, [], optimizer=settings)
     trainer.settings = replace(
         trainer.settings, updates_per_step=case.updates, tokens_per_pack=case.tokens_per_pack, update_passes="one"
@@ -170,7 +174,7 @@ def measure(name: str, *, device: str, tiny: bool) -> dict[str, Any]:
     trainer.source.runner.limits = Limits(max_response_tokens=new, end_tokens=(policy.vocabulary,))
     samples, memory, packs = [], dict[str, Any](), work.Packs()
     print(f"built after {time.monotonic() - began:.0f} s", flush=True)
-    with bench.peak(memory, before), work.count_packs(packs):
+    with bench.peak(memory, before), host_peak(memory, free), work.count_packs(packs):
         for number in range(1 + case.steps):
             updates = case.updates if number or case.warm_up_updates is None else case.warm_up_updates
             trainer.settings = replace(trainer.settings, updates_per_step=updates)
@@ -206,6 +210,40 @@ def measure(name: str, *, device: str, tiny: bool) -> dict[str, Any]:
         "tiny": tiny,
         "notes": list(policy.notes),
     }
+
+
+def free_host_bytes() -> int | None:
+    """Host memory that is free or can be freed, pinned memory excluded; None if the system does not tell."""
+    try:
+        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    return 1024 * int(line.split()[1])
+
+
+@contextlib.contextmanager
+def host_peak(into: dict[str, Any], before: int | None, every: float = 0.05) -> Iterator[None]:
+    """Store the most host memory in use beyond the time when `before` was free in `into["host_gib"]`, in GiB.
+
+    That of other processes on the machine counts too. Nothing is stored if `before` is None.
+    """
+    ended, lowest = threading.Event(), [before or 0]
+
+    def watch() -> None:
+        while not ended.wait(every):
+            lowest.append(min(lowest.pop(), free_host_bytes() or 0))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    if before is not None:
+        lowest.append(min(lowest.pop(), free_host_bytes() or 0))
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if before is not None:
+            thread.join()
+            into["host_gib"] = (before - lowest[0]) / 2**30
 
 
 def random_model(config: dict[str, Any], bench: Any) -> Any:

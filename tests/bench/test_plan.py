@@ -3,6 +3,7 @@
 import argparse
 import json
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,20 @@ def test_a_shape_trains_and_tells_what_its_peak_depends_on(name: str) -> None:
     demand = plan.demand_of_result(name, result)
     assert demand.parameters == result["parameters"] and demand.memory(checkpointing=True).total > 0
     assert demand.adapter_rank == (16 if name == "8b-lora" else 0) and demand.offload is (name == "8b-offload")
+
+
+def test_the_peak_of_host_memory_is_the_least_that_was_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (plan.free_host_bytes() or 0) > 2**20
+    free, measured = [64 * 2**30], dict[str, Any]()
+    monkeypatch.setattr(plan, "free_host_bytes", lambda: free[0])
+    with plan.host_peak(measured, 100 * 2**30, every=0.001):
+        for free[0] in (20 * 2**30, 70 * 2**30):
+            time.sleep(0.2)
+    assert measured == {"host_gib": 80.0}
+    unknown = dict[str, Any]()
+    with plan.host_peak(unknown, None):
+        pass
+    assert unknown == {}
 
 
 class Children:
@@ -96,7 +111,7 @@ def test_shapes_that_this_machine_cannot_hold_are_skipped_with_the_reason(monkey
     monkeypatch.setattr(plan, "find_spec", lambda name: None)
     assert plan.why_not("8b-8bit", device="cuda") == "bitsandbytes is not installed"
     monkeypatch.setattr(available, "available", lambda device: 64 * 10**9)
-    assert plan.why_not("8b-offload", device="cuda") == "the host has 64 GB, 108 GB are needed"
+    assert plan.why_not("8b-offload", device="cuda") == "the host has 64 GB, 109 GB are needed"
     monkeypatch.setattr(available, "available", lambda device: 256 * 10**9)
     assert plan.why_not("8b-offload", device="cuda") is None
     assert plan.why_not("4b", device="cuda") is None

@@ -76,6 +76,22 @@ def test_stored_results_of_the_gpu_fill_the_table(monkeypatch: pytest.MonkeyPatc
     assert missing["Qwen3-0.6B, full training"] == "failed: exit code 1: OutOfMemoryError: CUDA out of memory"
 
 
+def test_the_host_memory_of_an_offloaded_optimizer_has_a_row_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    weights = 8_190_735_360
+    away = result(parameters=weights, trained=weights, host_gib=90.0)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"date": "2026-12-01", "shapes": {"8b-offload": away, "4b": result(host_gib=1.0)}}))
+    monkeypatch.setattr(peaks, "PLAN_RESULTS", file)
+    rows = {row.what: row for row in peaks._planned_rows()}
+    host = rows.pop("Qwen3-8B, full training, offloaded optimizer: host")
+    assert set(rows) == {"Qwen3-8B, full training, offloaded optimizer", "Qwen3-4B, full training"}
+    # Masters and two moments, and 3.7 GB of pinned memory as torch rounds it.
+    assert host.measured == 90.0 and host.training
+    assert host.calculated * 2**30 == pytest.approx(12 * weights + 2**32, rel=1e-6)
+
+
 def test_a_peak_that_is_off_by_more_is_marked_on_the_page() -> None:
     row = peaks.Row(what="x", measured=100.0, calculated=112.0, source="plan.json", date="2026-12-01")
     assert plan_page._off_by(row) == "+12.0 %, beyond 10%"

@@ -103,10 +103,14 @@ def test_a_plan_keeps_what_a_run_would_and_says_so() -> None:
 
 def test_an_offloaded_optimizer_is_divided_too() -> None:
     away = demand("qwen3-8b", offload=True, sharding=Sharding(way="optimizer", ranks=8)).memory(checkpointing=False)
-    # Masters and moments of an eighth, and gradients and weights of a few at a time: the embedding is more than a gigabyte.
+    # Masters and moments of an eighth, and gradients and weights of 2^28 at a time, rounded up from 1.5 GiB.
     qwen = model("qwen3-8b")
-    assert away.host == pytest.approx(12 * qwen.parameters / 8 + (4 + 2) * 151936 * 4096, rel=1e-6)
+    assert away.host == pytest.approx(12 * qwen.parameters / 8 + 2**31, rel=1e-6)
     assert (away.masters, away.moments) == (0, 0)
+    # On one rank the embedding has more than 2^28: 3.7 GB of gradients and weights.
+    alone = demand("qwen3-8b", offload=True).memory(checkpointing=False)
+    assert 2**31 < (4 + 2) * 151936 * 4096 < 2**32
+    assert alone.host == pytest.approx(12 * qwen.parameters + 2**32, rel=1e-6)
 
 
 @pytest.mark.parametrize("way", ["optimizer", "layers"])

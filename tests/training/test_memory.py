@@ -291,7 +291,9 @@ def test_the_memory_of_the_optimizer_by_kind() -> None:
     assert eight.moments == pytest.approx(2 * count, rel=0.02) and eight.masters == 4 * count
     away = replace(DEMAND, offload=True).memory(checkpointing=False)
     # Gradients and 16-bit weights pass through the host, for a gigabyte of masters at a time.
-    assert (away.masters, away.moments, away.host) == (0, 0, 12 * count + 6 * min(count, OFFLOADED_TOGETHER))
+    # torch rounds their 1.5 GiB up to a power of two.
+    assert OFFLOADED_TOGETHER * 6 == 1.5 * 2**30 and count > OFFLOADED_TOGETHER
+    assert (away.masters, away.moments, away.host) == (0, 0, 12 * count + 2**31)
     exact = replace(DEMAND, size=4).memory(checkpointing=False)
     assert (exact.masters, exact.moments, exact.gradients) == (0, 8 * count, 4 * count)
     half = replace(DEMAND, trained=count // 2).memory(checkpointing=False)

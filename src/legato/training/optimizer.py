@@ -226,23 +226,32 @@ class Optimizer:
             torch.cuda.current_stream(device).synchronize()
 
     def _spaces(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """Host memory of the shape and dtype of each tensor, which a later call returns again.
-
-        It is pinned if weights are on a GPU: copies from and to other memory are several times as slow.
-        """
-        places: list[int] = []
-        needed: dict[torch.dtype, int] = {}
+        """Host memory of the shape and dtype of each tensor, which a later call returns again."""
+        self._buffers = self._buffers or self._make_buffers(device)
+        spaces, used = list[Tensor](), dict[torch.dtype, int]()
         for tensor in tensors:
-            places.append(needed.get(tensor.dtype, 0))
-            needed[tensor.dtype] = places[-1] + tensor.numel()
-        for dtype, count in needed.items():
-            if dtype not in self._buffers or len(self._buffers[dtype]) < count:
-                self._buffers.pop(dtype, None)  # before the larger one is made
-                self._buffers[dtype] = torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
-        return [
-            self._buffers[tensor.dtype][start : start + tensor.numel()].view(tensor.shape)
-            for tensor, start in zip(tensors, places, strict=True)
-        ]
+            start = used.get(tensor.dtype, 0)
+            used[tensor.dtype] = start + tensor.numel()
+            spaces.append(self._buffers[tensor.dtype][start : used[tensor.dtype]].view(tensor.shape))
+        return spaces
+
+    def _make_buffers(self, device: torch.device) -> dict[torch.dtype, Tensor]:
+        """Host memory for the gradients and the weights of the largest batch, by dtype.
+
+        It is pinned if weights are on a GPU: copies from and to other memory are several times as slow. torch rounds pinned
+        memory up to a power of two and never gives it back, so all of it is one piece, and made once.
+        """
+        most = dict[torch.dtype, int]()
+        for names in self._batches():
+            for tensors in ([self.masters[name] for name in names], [self.division.pieces[name].tensor for name in names]):
+                for dtype in {tensor.dtype for tensor in tensors}:
+                    count = sum(tensor.numel() for tensor in tensors if tensor.dtype == dtype)
+                    most[dtype] = max(most.get(dtype, 0), count)
+        # The widest first, so that every dtype begins at a multiple of its size.
+        ordered = sorted(most, key=lambda dtype: -dtype.itemsize)
+        sizes = [most[dtype] * dtype.itemsize for dtype in ordered]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        return {dtype: part.view(dtype) for dtype, part in zip(ordered, torch.split(memory, sizes), strict=True)}
 
     @torch.no_grad()
     def _copy_back(self, names: Sequence[str]) -> None:

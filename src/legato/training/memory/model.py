@@ -177,10 +177,14 @@ class Demand:
         return replace(memory, slack=int(_SLACK * memory.total))
 
     def _host_buffers(self, stepped: int) -> int:
-        """Bytes through which gradients come to an offloaded optimizer and 16-bit weights go back."""
+        """Bytes through which gradients come to an offloaded optimizer and 16-bit weights go back.
+
+        They are one piece of pinned memory, which torch rounds up to a power of two.
+        """
         exact = max(self.size, _FLOAT32)
         each = exact + (self.size if self.size < exact and not self.adapter_rank else 0)
-        return min(stepped, max(OFFLOADED_TOGETHER, self.shape.largest)) * each
+        size = min(stepped, max(OFFLOADED_TOGETHER, self.sharding.state(self.shape.largest))) * each
+        return 1 << (size - 1).bit_length() if size else 0
 
     def _half_gradient(self, trained: int) -> int:
         """Bytes of the largest 16-bit gradient that autograd makes while activations are held; 0 if all are float32."""
