@@ -52,7 +52,7 @@ def demand_of(resolved: Resolved, policy: Policy, ranks: int = 1) -> Demand:
         # On a GPU the head keeps logits in 16 bits for at most this many tokens; elsewhere it takes a whole row.
         head_tokens=min(tokens, policy.tokens_at_once if half else max(policy.tokens_at_once, response)),
         logit_bytes=size if half else 0,
-        # The plain engine frees its KV cache before an update.
+        # The plain engine frees its KV cache before an update, and those that it kept between turns end with their episodes.
         cached_tokens=slots * -(-prompt // 64) * 64 + (slots + 1) * response if device == "cuda" and not remote else 0,
         tables=policy.packing and (not half or scores),
         scores=scores,
