@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,9 @@ import torch
 
 import legato
 from legato.errors import InputError
+from legato.rollouts.engine import Limits, Request
+from legato.rollouts.sampling import Sampling
+from legato.run.remote import policy_and_engine
 from legato.run.serve import KEY_VARIABLE, ServeOptions, build_served, build_served_of_running
 from legato.run.target import Target, find
 from tests.proof.command import Command, assert_refused
@@ -89,6 +93,23 @@ def test_sampling_at_a_server_gives_what_sampling_here_gives(run: Path, server: 
     assert there == here and f"sampling at {server.url}: served, version 2" in error
 
 
+def test_weights_that_change_while_a_server_samples_are_told(
+    run: Path, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    request, limits = Request(prompt=torch.tensor([4, 5]), seeds=(1,)), Limits(max_response_tokens=3, end_tokens=(1,))
+    for steps, versions in (((2, 2), None), ((2, 1), "1 and 2"), ((1, 2), "1 and 2")):
+        server.post("/reload_checkpoint", {"step": steps[0]})
+        lines: list[str] = []
+        with policy_and_engine(find(str(run)), server.url, lines.append) as (_, engine):
+            for step in steps:
+                server.post("/reload_checkpoint", {"step": step})
+                engine.generate([request], Sampling(), limits)
+        changed = [line for line in lines if line.startswith("warning: ")]
+        expected = f"warning: the server changed its weights meanwhile: responses are of version {versions}"
+        assert changed == ([] if versions is None else [expected])
+
+
 def test_evaluating_at_a_server_gives_what_evaluating_here_gives(
     run: Path, server: RunningServer, command: Command, tmp_path: Path
 ) -> None:
@@ -118,12 +139,26 @@ def test_a_server_that_cannot_be_used_is_an_error_that_says_why(
 
 
 def test_options_that_cannot_be_served_are_refused(run: Path, command: Command, tmp_path: Path) -> None:
-    assert_refused(command("serve", "tiny", "--follow"), "expected a run directory to follow", "(--follow)")
-    assert_refused(command("serve", str(run), "--follow", "--step", "1"), "expected --step or --follow, got both")
-    assert_refused(command("serve", "tiny", "--key", "short"), "expected a key of at least 8")
-    assert_refused(command("serve", "tiny", "--context", "5000"), "expected at most 4096 tokens", "(--context)")
-    assert_refused(command("serve", "tiny", "--context", "50", "--max-tokens", "50"), "(--max-tokens)")
-    assert_refused(command("serve", str(tmp_path / "nowhere")), "there is no such folder")
+    any_port = ("serve", "--port", "0")
+    assert_refused(command(*any_port, "tiny", "--follow"), "expected a run directory to follow", "(--follow)")
+    assert_refused(command(*any_port, str(run), "--follow", "--step", "1"), "expected --step or --follow, got both")
+    assert_refused(command(*any_port, "tiny", "--key", "short"), "expected a key of at least 8")
+    assert_refused(command(*any_port, "tiny", "--context", "5000"), "expected at most 4096 tokens", "(--context)")
+    assert_refused(command(*any_port, "tiny", "--context", "50", "--max-tokens", "50"), "(--max-tokens)")
+    assert_refused(command(*any_port, str(tmp_path / "nowhere")), "there is no such folder")
+    shutil.copytree(run, tmp_path / "early", ignore=shutil.ignore_patterns("step-*"))
+    assert_refused(
+        command(*any_port, str(tmp_path / "early"), "--follow"),
+        "no whole checkpoint; a run writes one every",
+        "and when it ends",
+    )
+
+
+def test_a_taken_port_is_refused_before_a_model_is_loaded(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("legato.run.serve.build_served_of_running", load)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = str(taken.getsockname()[1])

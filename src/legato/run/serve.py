@@ -65,10 +65,14 @@ class RunCheckpoints:
         return int(folder.name.removeprefix("step-")), folder / "model"
 
 
-def build_served(target: Target, place: str, options: ServeOptions) -> "Served":
-    """The policy of a target with its engine, ready to be served. `place` is how the user named the target."""
+def _check_installed() -> None:
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise InputError("legato serve needs starlette and uvicorn: pip install 'legato[serve]'")
+
+
+def build_served(target: Target, place: str, options: ServeOptions) -> "Served":
+    """The policy of a target with its engine, ready to be served. `place` is how the user named the target."""
+    _check_installed()
     from legato.serve.limits import ServeLimits
     from legato.serve.served import Served
     from legato.serve.weights import Weights
@@ -130,9 +134,11 @@ def build_served_of_running(find_target: Callable[[], Target], place: str, optio
 
 def serve(find_target: Callable[[], Target], place: str, options: ServeOptions, say: Callable[[str], None]) -> None:
     """Serve a target until interrupted. `find_target` finds it, again if its checkpoint is pruned while it is loaded."""
-    served = build_served_of_running(find_target, place, options)
+    _check_installed()
     from legato.serve.server import is_loopback, listen, serve_until_interrupted
 
+    listen(options.host, options.port).close()  # a port that is taken is refused before the model is loaded
+    served = build_served_of_running(find_target, place, options)
     for note in served.policy.notes:
         say(note)
     listening = listen(options.host, options.port)

@@ -478,7 +478,8 @@ def latest(checkpoints: Path) -> tuple[Path, list[str]]:
             )
         except DamagedError as damage:
             warnings.append(f"checkpoint {folder.name} is damaged and is not used: {damage}")
-    raise InputError("\n".join([f"{checkpoints} holds no whole checkpoint to resume from", *warnings]))
+    when = "" if warnings else "; a run writes one every output.checkpoint_every_steps steps and when it ends"
+    raise InputError("\n".join([f"{checkpoints} holds no whole checkpoint{when}", *warnings]))
 
 
 def put_back(checkpoints: Path) -> None:

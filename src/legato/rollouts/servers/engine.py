@@ -73,6 +73,8 @@ class ServerEngine(JobEngine):
         self.client, self.tokenizer, self.vocabulary, self.seconds = client, tokenizer, vocabulary, seconds
         self.retries = 0
         """How many requests were sent again so far."""
+        self.versions: set[int] = set()
+        """The versions of the weights that the tokens of all responses were sampled from."""
         self._threads = threads
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Handle, int, Response | ServerError]] = queue.SimpleQueue()
@@ -98,6 +100,7 @@ class ServerEngine(JobEngine):
             if isinstance(answer, ServerError):
                 raise InputError(f"the server {self.client.url} gave no response: {answer} (--server)")
             self.jobs[handle].responses[place] = answer
+            self.versions.update(answer.version.tolist())
         return []
 
     def close(self) -> None:
