@@ -31,12 +31,6 @@ REPORT_SHARE = 0.25
 answers, new requests and the engine's own thread wait."""
 SLOWEST_REPORT = 1.0
 """The most seconds between two deliveries."""
-QUIET_SECONDS = 0.002
-"""An idle engine that gets a request begins when no other has come for so long. Clients whose answers end together send
-their next requests together; to read their prompts in many small passes, while handlers still write and read, takes longer
-than to wait for all."""
-MOST_GATHERING_SECONDS = 0.2
-"""The most seconds that the first of such requests waits."""
 MODES = ("abort", "wait", "keep")
 """What a pause does with requests in flight, in vLLM's words: give them up, wait for them, or hold them until the resume."""
 
@@ -214,17 +208,14 @@ class EngineThread:
     def _run_commands(self) -> bool:
         """Run what is queued; if there is nothing to decode, wait for it. Returns False to end the thread."""
         idle = not self._outstanding or self.mode == "paused"
-        ends = None
         while True:
             try:
-                command = self._commands.get(block=idle or ends is not None, timeout=None if idle else _wait_until(ends))
+                command = self._commands.get(block=idle)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command()
-            if idle and self._outstanding and self.mode == "running":
-                ends = time.monotonic() + MOST_GATHERING_SECONDS
             idle = False
 
     def _refuse_commands(self) -> None:
@@ -339,11 +330,6 @@ class EngineThread:
             self._forget(work)
         self._send([(work, Aborted()) for work in works])
         return len(works)
-
-
-def _wait_until(ends: float | None) -> float | None:
-    """How long to wait for another request, of those that are gathered until then."""
-    return None if ends is None else max(0.0, min(QUIET_SECONDS, ends - time.monotonic()))
 
 
 def pause_after_report(seconds: float) -> float:
