@@ -597,8 +597,9 @@ def _mismatch(results: Results) -> list[str]:
         f" ({together['gspo']:.2f}). Either may cause the other: a policy that falls apart moves far.",
         "### The opposite case",
         "That the claim holds and the verdict misleads: the condition that refutes it is met by two arms that lost nothing. A sampler that costs nothing cannot"
-        " show who tolerates it better; the registration should have asked for a loss first. To both samplers to which GRPO lost accuracy in the mean GSPO lost"
-        f" less, by intervals from seeds alone that exclude 0 in both cases, and no mean loss of GSPO is above {worst} points.",
+        " show who tolerates it better; the registration should have asked for a loss first. To the fp8-like and the stale sampler GSPO lost less than GRPO, by"
+        f" intervals from seeds alone that exclude 0 in both cases (that of GRPO's own loss to the stale one includes 0), and no mean loss of GSPO is above {worst}"
+        " points.",
         "That the result for the fp8-like sampler is no evidence about 8-bit engines: each weight is multiplied by noise, embeddings, head, norms and routers"
         " included, which such engines mostly leave alone, while their rounding of activations and keys is missing. And the noise is drawn once for a run: the"
         " sampler errs in the same direction at every step. Such errors may add up where those of another kind cancel; a stale sampler has a gap of like size,"

@@ -128,6 +128,8 @@ def factors() -> dict[str, Any]:
     packs = sum(map(len, pack_sizes(8192, 0)[1:]))
     fixed, ragged = (decoded[f"0.6B {name} Legato, shared prompts"] for name in ("fixed", "ragged"))
     efficiency, per_layer = _solve_decoding(fixed, ragged, dense_shape("0.6B").layers)
+    older, newer = sorted(run["run"][:10] for run in (fixed, ragged))
+    both = "B7, 0.6B fixed and ragged Legato, shared prompts" + (f" (runs of {older} and {newer})" if newer > older else "")
     hardware = find_hardware("h200")
     large_floor, large_seconds, large_steps = _decoding_of_large(large, hardware)
     large_share = large_floor / (large_seconds - per_layer * large_shape().layers * large_steps)
@@ -179,13 +181,13 @@ def factors() -> dict[str, Any]:
             "decode_efficiency": [
                 entry(
                     efficiency,
-                    "B7, 0.6B fixed and ragged Legato, shared prompts",
-                    ragged["run"],
+                    both,
+                    older,
                     weights=_matrix_weights(dense_shape("0.6B")),
                 ),
                 entry(large_share, "sampling only", large["date"], "large.json", weights=_matrix_weights(large_shape())),
             ],
-            "decode_seconds_per_layer": entry(per_layer, "B7, 0.6B fixed and ragged Legato, shared prompts", ragged["run"]),
+            "decode_seconds_per_layer": entry(per_layer, both, older),
             "decode_seconds_per_sparse_layer": entry(
                 sparse_layer, f"{MIXTURE}, engine, without", routed_date, "routing-gpu.json"
             ),
@@ -266,7 +268,8 @@ def _solve_decoding(fixed: dict[str, Any], ragged: dict[str, Any], layers: int) 
     """(efficiency, seconds per layer and step) with which roofline / efficiency + steps x layers x seconds is both times.
 
     Rows of equal length fill every step; of ragged lengths few rows are left in the last steps, so that the two runs have
-    about the same roofline in different numbers of steps.
+    about the same roofline in different numbers of steps. Two runs of different days can together give more than the whole
+    roofline, which nothing reaches: the efficiency is then 1, and the seconds are those that come nearest to both times.
     """
     first, second = (float(run["floor_seconds"]) for run in (fixed, ragged))
     steps = [run["steps"] * layers for run in (fixed, ragged)]
@@ -274,6 +277,13 @@ def _solve_decoding(fixed: dict[str, Any], ragged: dict[str, Any], layers: int) 
     determinant = first * steps[1] - second * steps[0]
     x = (fixed["seconds"] * steps[1] - ragged["seconds"] * steps[0]) / determinant
     c = (first * ragged["seconds"] - second * fixed["seconds"]) / determinant
+    if x < 1:
+        rows = [
+            (floor, run["seconds"], count) for floor, run, count in zip((first, second), (fixed, ragged), steps, strict=True)
+        ]
+        # The least sum of squares of (floor + count c - time) / time.
+        weighted = sum((time - floor) * count / time**2 for floor, time, count in rows)
+        return 1.0, weighted / sum((count / time) ** 2 for _, time, count in rows)
     return 1 / x, c
 
 

@@ -82,7 +82,7 @@ _RATIOS = (
     ),
     (
         "one rank under torchrun, 0.6B, over a plain run",
-        "within 2 %",
+        "at most +2 %",
         0.02,
         "torchrun over plain, 0.6B",
         "torchrun 0.6B",
@@ -91,7 +91,7 @@ _RATIOS = (
     *(
         (
             f"FSDP2 on one rank, {shape}, {words}, over the same run without",
-            "within 5 %",
+            "at most +5 %",
             0.05,
             f"{way} over one process, {shape}",
             f"torchrun {shape}",

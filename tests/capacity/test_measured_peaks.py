@@ -133,6 +133,26 @@ def test_the_factors_of_the_package_are_those_of_the_results() -> None:
         assert (results / file).is_file() and each["machine"].startswith("NVIDIA H200") and each["date"].startswith("2026-")
 
 
+def test_no_measured_share_is_more_than_all_of_it() -> None:
+    stored = json.loads(factors.STORED.read_text())["factors"]
+    for name in ("training_efficiency", "scoring_efficiency", "mixture_efficiency", "adapters", "decode_efficiency"):
+        assert all(0 < each["value"] <= 1 for each in _listed(stored[name])), name
+
+
+def test_both_decoding_times_follow_from_the_factors_that_are_solved_from_them() -> None:
+    def decode(floor: float, steps: int, share: float, each: float) -> dict[str, Any]:
+        return {"floor_seconds": floor, "steps": steps, "seconds": floor / share + steps * 28 * each}
+
+    share, each = factors._solve_decoding(decode(1.2, 512, 0.8, 7e-5), decode(1.3, 1024, 0.8, 7e-5), 28)
+    assert (share, each) == (pytest.approx(0.8), pytest.approx(7e-5))
+    # Runs of two days, of which one machine was faster than the other.
+    fixed, ragged = decode(1.2, 512, 0.99, 6.5e-5), decode(1.2, 1024, 0.99, 7e-5)
+    share, each = factors._solve_decoding(fixed, ragged, 28)
+    assert share == 1.0
+    for run in (fixed, ragged):
+        assert run["floor_seconds"] + run["steps"] * 28 * each == pytest.approx(run["seconds"], rel=0.03)
+
+
 def _listed(group: Any) -> list[dict[str, Any]]:
     return group if isinstance(group, list) else [group]
 

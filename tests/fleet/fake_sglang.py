@@ -1,7 +1,7 @@
 """A server with the request schema of SGLang 0.5.23 over our own engine. It refuses fields that the schema does not have.
 
-As in SGLang 0.5.17, a pause of mode "abort" ends all requests with the tokens that they have, and caches cannot be emptied
-while requests run.
+As in SGLang 0.5.17, a pause of mode "abort" ends all requests with the tokens that they have, caches cannot be emptied while
+requests run, and the last tokens of the context stay unused.
 """
 
 import json
@@ -28,6 +28,10 @@ SAMPLING = {
 UPDATE = {"model_path", "weight_version", "flush_cache", "abort_all_requests"}
 
 
+class TooLongError(Exception):
+    """The prompt leaves too little of the context."""
+
+
 class EndedError(Exception):
     """All requests were ended before this one began."""
 
@@ -39,9 +43,11 @@ class FakeSglang:
         self.policy, self.version = policy, version
         self.engine, self.lock = plain_engine(policy), threading.Lock()
         self.weight_version, self.paused, self.calls = "default", False, list[str]()
-        self.takes_weights = True
+        self.takes_weights, self.context = True, 256
         self.holds, self.held = False, 0
         """Whether responses stay half done until all requests are ended, and how many did."""
+        self.kept = 0
+        """How many tokens a response has that is ended; 0: half of them."""
         self.state = threading.Condition()
         self.running, self.ended = 0, 0
         """Requests that are being answered, and how often all of them were ended."""
@@ -65,6 +71,8 @@ class FakeSglang:
                     status, reply = 200, owner.answer(self.path, body)
                 except KeyError as error:
                     status, reply = 422, {"error": {"message": f"unknown field or path {error}"}}
+                except TooLongError as error:
+                    status, reply = 400, {"error": {"message": str(error)}}
                 except EndedError as error:
                     status, reply = 499, {"error": {"message": str(error)}}
                 data = json.dumps(reply).encode() if reply is not None else b""
@@ -87,7 +95,7 @@ class FakeSglang:
         if path == "/health":
             return None
         if path == "/server_info":
-            return {"version": self.version, "context_length": 256}
+            return {"version": self.version, "context_length": self.context}
         if path == "/model_info":
             return {"model_path": "fake", "weight_version": self.weight_version}
         if path == "/pause_generation":
@@ -137,9 +145,13 @@ class FakeSglang:
         if unknown := (set(body) - GENERATE) | (set(parameters) - SAMPLING):
             raise KeyError(unknown)
         prompt = torch.tensor(body["input_ids"])
+        if len(prompt) >= self.context - 6:
+            raise TooLongError(f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length")
         ends = () if parameters.get("ignore_eos") else (1, *parameters.get("stop_token_ids", ()))
         limits = Limits(
-            max_response_tokens=parameters["max_new_tokens"], end_tokens=ends, stop=tuple(parameters.get("stop", ()))
+            max_response_tokens=min(parameters["max_new_tokens"], self.context - len(prompt) - 2),
+            end_tokens=ends,
+            stop=tuple(parameters.get("stop", ())),
         )
         sampling = Sampling(temperature=parameters["temperature"])
         with self.lock:
@@ -155,7 +167,7 @@ class FakeSglang:
             if self.holds:
                 self.held += 1
                 assert self.state.wait_for(lambda: self.ended > ended, 30)
-                tokens, reason = tokens[: len(tokens) // 2], {"type": "abort", "message": "Aborted"}
+                tokens, reason = tokens[: self.kept or len(tokens) // 2], {"type": "abort", "message": "Aborted"}
         meta: dict[str, Any] = {
             "id": body["rid"],
             "finish_reason": reason,

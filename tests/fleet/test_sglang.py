@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scoring import score_texts
 from legato.rollouts.servers.dialect import Ask
-from legato.rollouts.servers.dialects.base import Reading
+from legato.rollouts.servers.dialects.base import Reading, StartPlan
 from legato.rollouts.servers.dialects.sglang import Sglang
-from legato.rollouts.servers.errors import RefusedError
+from legato.rollouts.servers.errors import RefusedError, UnreachableError
 from legato.rollouts.servers.fleet import Fleet
 from legato.rollouts.servers.http import HttpClient
 from legato.rollouts.servers.settings import ServerSettings
@@ -32,8 +33,9 @@ def server() -> Iterator[FakeSglang]:
     server.close()
 
 
-def fleet_of(server: FakeSglang) -> Fleet:
-    return Fleet(chat_policy(3), Sglang(), ServerSettings(urls=(server.url,)), rows_at_once=4, context_tokens=64)
+def fleet_of(server: FakeSglang, context_tokens: int = 64) -> Fleet:
+    settings = ServerSettings(urls=(server.url,))
+    return Fleet(chat_policy(3), Sglang(), settings, rows_at_once=4, context_tokens=context_tokens)
 
 
 def test_responses_and_weights_go_through_sglangs_endpoints(server: FakeSglang) -> None:
@@ -101,6 +103,8 @@ def test_responses_continue_across_a_publish_with_a_version_for_every_token(serv
         pytest.param(["a1"], 2, "a", StopReason.END_TOKEN, id="an end token when it was ended"),
         pytest.param(["aS", "Tc"], 3, "a", StopReason.STOP_STRING, id="a stop string in two replies"),
         pytest.param(["aST"], 3, "a", StopReason.STOP_STRING, id="a stop string when it was ended"),
+        pytest.param(["abS", "T"], 4, "ab", StopReason.STOP_STRING, id="a stop string that ends with the last token"),
+        pytest.param(["aS", "T1"], 3, "a", StopReason.STOP_STRING, id="an end token after a stop string"),
     ],
 )
 def test_what_a_publish_ended_is_completed(replies: list[str], tokens: int, text: str, stop: StopReason) -> None:
@@ -117,6 +121,63 @@ def test_what_a_publish_ended_is_completed(replies: list[str], tokens: int, text
     assert client.most == [4 - each for each in so_far] and len(set(client.names)) == len(replies)
 
 
+def test_a_response_fills_its_context_across_a_publish(server: FakeSglang) -> None:
+    """SGLang leaves the last tokens of a context unused, and takes prompts that are shorter still."""
+    limits = Limits(max_response_tokens=8, end_tokens=())
+    with pytest.raises(InputError, match="expected a server with a context of 251 tokens"):
+        fleet_of(server, context_tokens=251)
+    prompt = torch.arange(2, 58)
+    server.context = len(prompt) + 8 + 6
+    fleet = fleet_of(server, context_tokens=len(prompt) + 8)
+    try:
+        fleet.publish(fleet.policy.model.named_parameters(), 4)
+        server.holds, server.kept = True, 7
+        fleet.submit([Request(prompt=prompt, seeds=(0,))], Sampling(), limits)
+        _wait_until(lambda: server.held == 1)
+        fleet.publish(fleet.policy.model.named_parameters(), 5)
+        ((response,),) = [each.responses for each in fleet.poll()]
+        assert response.version.tolist() == [4] * 7 + [5] and response.stop is StopReason.LENGTH
+    finally:
+        fleet.close()
+
+
+def test_a_server_that_is_started_gets_the_context_that_it_leaves_unused_too() -> None:
+    plan = StartPlan(
+        python="python",
+        model=Path("model"),
+        port=1,
+        key="key",
+        dtype="bfloat16",
+        context_tokens=100,
+        sequences=1,
+        lora_rank=0,
+        device="cuda",
+        arguments=(),
+    )
+    words, environment = Sglang().command(plan)
+    assert words[words.index("--context-length") + 1] == "106"
+    # The model's own limit may be 100.
+    assert environment == {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+
+
+def test_a_server_that_ends_every_request_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("legato.rollouts.servers.dialects.sglang._BETWEEN_ASKS", 0.001)
+    ask = Ask(prompt=[9], seed=0, sampling=Sampling(), limits=LIMITS, name="first")
+    for reply in ("", RefusedError(499, "Request first was aborted")):
+        client = _Replies([reply] * 1000)
+        with pytest.raises(UnreachableError):
+            Sglang().sample(client, ask, Reading(tokenizer=_Letters(), vocabulary=128, version_of=int), 0.05)
+
+
+def test_a_long_response_that_a_publish_cut_is_decoded_a_few_times() -> None:
+    """Decoding every beginning of it would take as long as sampling it."""
+    tokenizer, limits = _Letters(), Limits(max_response_tokens=4096, end_tokens=(), stop=("ST",))
+    client = _Replies(["a" * 1000, "b" * 3096])
+    ask = Ask(prompt=[9], seed=0, sampling=Sampling(), limits=limits, name="first")
+    response = Sglang().sample(client, ask, Reading(tokenizer=tokenizer, vocabulary=128, version_of=int), 10.0)
+    assert len(response.tokens) == 4096 and tokenizer.calls < 30
+
+
 def test_a_request_that_is_refused_for_another_reason_is_not_asked_again() -> None:
     ask = Ask(prompt=[9], seed=0, sampling=Sampling(), limits=LIMITS, name="first")
     client = _Replies([RefusedError(499, "Request first was aborted"), RefusedError(400, "the input is too long"), "ab"])
@@ -126,7 +187,10 @@ def test_a_request_that_is_refused_for_another_reason_is_not_asked_again() -> No
 
 
 class _Letters:
+    calls = 0
+
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        self.calls += 1
         return "".join(map(chr, tokens))
 
 
@@ -139,6 +203,8 @@ class _Replies(HttpClient):
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, *, seconds: float) -> dict[str, Any]:
         assert body is not None
+        if seconds <= 0:
+            raise UnreachableError("no answer in time")
         place = len(self.names)
         self.prompts.append(body["input_ids"])
         self.most.append(body["sampling_params"]["max_new_tokens"])

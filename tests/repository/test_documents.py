@@ -76,8 +76,12 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     assert f"at {lora['peak_gib']:.1f} GiB" in one_line
     ratios = json.loads((results / "ranks-gpu.json").read_text())["ratios"]
     assert f"a 1.7B shape {100 * ratios['layers over one process, 1.7B'] - 100:.0f} % slower where layers are" in one_line
+    assert f"(a 0.6B shape {100 * ratios['layers over one process, 0.6B'] - 100:.0f} %)" in one_line
     assert "and no slower where there is memory to keep them" in one_line
-    assert ratios["layers, kept over one process, 1.7B"] < 1.02
+    assert all(ratios[f"layers, kept over one process, {shape}"] < 1.02 for shape in ("0.6B", "1.7B"))
+    limits = (ROOT / "docs" / "plan.md").read_text().partition("## Limits")[2]
+    slower = [f"{100 * ratios[f'layers over one process, {shape}'] - 100:.0f} %" for shape in ("1.7B", "0.6B")]
+    assert f"{slower[0]} longer at 1.7B and {slower[1]} at 0.6B" in limits
     rows = re.findall(
         r"^\| [\d.]+B \| (\w+) \|.* ([\d.]+)x \| \d+ \|$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE
     )

@@ -39,7 +39,7 @@ COMMANDS = re.compile(
     r"|python -m pytest tests/contracts/\S+ tests/contracts/\S+ --environment my_env"  # below, slow
     r"|python write_problems\.py$"  # test_commands.py
     r"|pip install|source \.venv/bin/activate"  # an installation; the extras exist by test_commands.py
-    r"|VLLM_SERVER_DEV_MODE=1 python -m vllm|python -m sglang\.launch_server"  # tests/vllm; SGLang was never run
+    r"|VLLM_SERVER_DEV_MODE=1 python -m vllm|python -m sglang\.launch_server"  # tests/vllm; benchmarks/gpu/with_sglang.py
     r"|torchrun |lm_eval |python3 -m verl"  # below; tests/serve/test_foreign.py; verl's own, translated in test_migrating.py
 )
 OUTPUT = {

@@ -13,6 +13,7 @@ of which weights. A request that was continued has a version for every token.
 
 import time
 import uuid
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
@@ -47,6 +48,9 @@ from legato.rollouts.servers.http import HttpClient
 
 LOWEST = (0, 5, 11)
 PATH = "/generate"
+SPARE = 6
+"""Tokens of its context that SGLang lets no request fill: a prompt must end more than six before the end of the context, and
+a response that is continued becomes part of a prompt. Without a publish two would do."""
 ABORTED = "abort"
 """Why a response ended that a publish ended."""
 ENDED = (HTTPStatus.BAD_REQUEST, 499)
@@ -68,12 +72,13 @@ class Sglang(Dialect):
             raise InputError(f"expected SGLang at {client.url}, got another server (rollouts.engine = 'sglang')")
         version = check_version("SGLang", client.url, info["version"], LOWEST)
         model = client.get("/model_info", seconds=seconds)
-        context = info.get("context_length") or info.get("max_req_input_len")
+        context, most_input = info.get("context_length"), info.get("max_req_input_len")
+        usable = context - SPARE if isinstance(context, int) else most_input
         vocabulary = info.get("vocab_size")
         return ServerFacts(
             software=f"SGLang {version}",
             model=str(model.get("model_path")),
-            context_tokens=context if isinstance(context, int) else None,
+            context_tokens=usable if isinstance(usable, int) else None,
             vocabulary=vocabulary if isinstance(vocabulary, int) else None,
         )
 
@@ -86,7 +91,7 @@ class Sglang(Dialect):
         while True:
             rest = sampled.rest_of(ask)
             try:
-                reply = client.post(PATH, request_body(rest), seconds=max(0.001, ends - time.monotonic()))
+                reply = client.post(PATH, request_body(rest), seconds=ends - time.monotonic())
             except RefusedError as error:
                 if error.status not in ENDED or "was aborted" not in error.message:
                     raise
@@ -133,9 +138,10 @@ class Sglang(Dialect):
         words = [
             *(plan.python, "-m", "sglang.launch_server", "--model-path", str(plan.model)),
             *("--host", "127.0.0.1", "--port", str(plan.port), "--dtype", plan.dtype),
-            *("--context-length", str(plan.context_tokens), "--api-key", plan.key),
+            *("--context-length", str(plan.context_tokens + SPARE), "--api-key", plan.key),
         ]
-        return [*words, *plan.arguments], {}
+        # The spare tokens may be beyond the context of the model; no request reaches them.
+        return [*words, *plan.arguments], {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 
 def request_body(ask: Ask) -> dict[str, Any]:
@@ -224,10 +230,15 @@ class _Sampled:
         count = len(self.tokens)
         if ask.limits.stop and len(self.versions) > 1:
             # The server looks for stop strings in the tokens of one request: it misses those that a publish cut in two.
-            for end in range(len(self.versions[0]) + 1, count):
+            ends = range(len(self.versions[0]) + 1, count + (stop is not StopReason.END_TOKEN))
+
+            def has_stop(end: int) -> bool:
                 text = tokenizer.decode(self.tokens[:end], skip_special_tokens=True)
-                if ask.limits.before_stop(text) is not None:
-                    count, stop = end, StopReason.STOP_STRING
-                    break
+                return ask.limits.before_stop(text) is not None
+
+            # A text keeps its stop string as it grows. Decoding every beginning would take seconds for a long response.
+            place = bisect_left(ends, True, key=has_stop)
+            if place < len(ends):
+                count, stop = ends[place], StopReason.STOP_STRING
         versions = torch.cat(self.versions)[:count]
         return make_response(self.tokens[:count], self.logprobs[:count], stop, ask, tokenizer, versions, None)
