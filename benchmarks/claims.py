@@ -73,13 +73,7 @@ def page() -> str:
     lines += ["", "## Recipes of which no run is stored", "", "The tool says so when such a recipe is loaded.", ""]
     lines += [f"- `{name}`" for name, entry in recipes.record().items() if not entry["stored"]]
     lines += ["", "## Stored results", "", "Pages name the file that a figure comes from; this is when it was stored.", ""]
-    lines += ["| file | date | commit |", "|---|---|---|"]
-    recorded = json.loads(provenance.FILE.read_text())
-    lines += [
-        f"| `benchmarks/results/{path.name}` | {entry['date']} | {entry['commit']} |"
-        for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-        for entry in [recorded.get(path.stem, {"date": "", "commit": "not recorded yet"})]
-    ]
+    lines += provenance.table()
     return "\n".join(lines) + "\n"
 
 

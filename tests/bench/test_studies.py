@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -263,9 +264,30 @@ def test_a_verdict_without_a_stored_result_is_refused(tmp_path: Path, monkeypatc
 def test_the_commits_of_results_are_recorded() -> None:
     recorded = json.loads(provenance.FILE.read_text())
     stored = {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    stored |= {f"studies/{name}" for name in STORED}
     assert stored <= set(recorded)
     page = claims.page()
-    assert all(f"results/{name}.json` | {recorded[name]['date']} | {recorded[name]['commit']} |" in page for name in stored)
+    for name in stored:
+        file = f"studies/results/{name.removeprefix('studies/')}" if "/" in name else f"benchmarks/results/{name}"
+        assert f"| `{file}.json` | {recorded[name]['date']} | {recorded[name]['commit']} |" in page
+    for name, results in STORED.items():
+        entry = recorded[f"studies/{name}"]
+        assert f"stored on {entry['date']} by commit {entry['commit']}" in studies.experiment_page(results)
+
+
+def test_every_recorded_commit_is_one_that_changed_its_file() -> None:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+    try:
+        if git("rev-parse", "--is-shallow-repository").strip() != "false":
+            pytest.skip("the history is cut off")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no history: not a clone")
+    for name, entry in json.loads(provenance.FILE.read_text()).items():
+        folder, file = ("studies", name.removeprefix("studies/")) if "/" in name else ("benchmarks", name)
+        commits = git("log", "--format=%H", "--", f"{folder}/results/{file}.json").split()
+        assert any(commit.startswith(entry["commit"]) for commit in commits), f"{name}: run python -m benchmarks.provenance"
 
 
 STORED_RUN = {
