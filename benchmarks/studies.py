@@ -122,7 +122,8 @@ def _blocks(reading: Sequence[str], before: str = "-") -> list[str]:
 
 def _provenance(each: Mapping[str, Any]) -> str:
     if "date" not in each:
-        return f"{each.get('device', 'a machine that was not recorded')}; date under Written, commit of the code not recorded"
+        device = each.get("device", "a machine that was not recorded")
+        return f"{device}; date under Written, commit of the code not recorded"
     commit = (each["commit"] or "unknown")[:12]
     return f"{each['runs']} runs on {each['date']}, commit {commit}, {each['device']}, torch {each['torch']}"
 

@@ -387,6 +387,48 @@ def test_tables_and_headings_of_a_reading_stand_apart_from_its_sentences() -> No
     assert STORED["frontier"]["runs"][0]["ratio/token_log_std"] > 0
 
 
+def test_the_reading_of_the_dose_study_says_what_its_runs_did() -> None:
+    """Words of the reading that are not numbers, against the stored runs."""
+    results, page = STORED["dose"], studies.experiment_page(STORED["dose"])
+    doses = results["sweep"]["training.router_noise"]
+    scores = {(run["arm"], run["point"]["training.router_noise"], run["seed"]): run["score"] for run in results["runs"]}
+    by_arm = {
+        arm: [sum(scores[arm, dose, seed] for seed in results["seeds"]) for dose in doses]
+        for arm in ("grpo", "grpo+R2", "gspo")
+    }
+    assert (
+        by_arm["grpo"][2] > by_arm["grpo"][3] > by_arm["grpo"][4]
+        and by_arm["gspo"][2] < by_arm["gspo"][3] < by_arm["gspo"][4]
+    )
+    ahead = sum(scores["gspo", doses[-1], seed] > scores["grpo", doses[-1], seed] for seed in results["seeds"])
+    assert ahead == 10 and "above it in 10 of 10 seeds" in page and "all 10 seeds have GSPO ahead" in page
+    lost = {arm: (each[0] - each[-1]) / len(results["seeds"]) for arm, each in by_arm.items()}
+    assert 0 < lost["grpo+R2"] < lost["grpo"] < 1.5 * lost["grpo+R2"] and "Routing Replay loses about as much" in page
+    assert f"Routing Replay loses about as much**: {100 * lost['grpo+R2']:+.1f} (" in page
+    # The power that was registered could not be had with so few held-out problems.
+    assert all(each["spread"] > 0.08 and each["power_at_measured_spread"] < 0.8 for each in results["comparisons"])
+    order = [
+        "study-dose-survival.svg",
+        "### Exploratory",
+        "GSPO ends higher with noise",
+        "### The opposite",
+        "That the rules moved",
+    ]
+    assert [page.index(part) for part in order] == sorted(page.index(part) for part in order)
+
+
+def test_the_reading_of_the_bias_study_says_what_its_worlds_did() -> None:
+    results, page = STORED["bias"], studies.experiment_page(STORED["bias"])
+    means: dict[Any, float] = {}
+    for run in results["runs"]:
+        place = (run["arm"], run["point"]["length"], run["point"]["drift"])
+        means[place] = means.get(place, 0.0) + run["value"] / len(results["seeds"])
+    assert all(means["sequence", *at] < means["token", *at] < means["none", *at] for _, *at in means)
+    for arm in ("token", "sequence"):  # nearer and nearer to no weight
+        shares = [means[arm, length, 0.1] / means["none", length, 0.1] for length in (2, 4, 6, 8)]
+        assert shares == sorted(shares) and ", ".join(f"{share:.0%}" for share in shares) in page
+
+
 def test_the_reading_of_the_efficiency_study_says_what_its_runs_did() -> None:
     """Words of the reading that are not numbers, against the stored runs."""
     results = STORED["efficiency"]
@@ -411,6 +453,17 @@ def test_the_reading_of_the_efficiency_study_says_what_its_runs_did() -> None:
         all(runs["gspo", seed]["greedy"] < runs["grpo", seed]["greedy"] for seed in results["seeds"])
         and "8 of 8 seeds" in page
     )
+    # GSPO at GRPO's learning rate, from another study of the same bed.
+    beds = [read_study(ROOT / "studies" / f"{name}.toml").definition for name in ("efficiency", "mismatch")]
+    options = [dict(each.options) for each in beds]
+    for each in options:
+        for path in ("training.steps", "training.accept_unsafe_anchor", "training.lr"):
+            each.pop(path, None)
+    assert options[0] == options[1]
+    ends = {(run["arm"], run["seed"]): run["score"] for run in STORED["mismatch"]["runs"] if run["bed"] == "recomputed"}
+    seeds = STORED["mismatch"]["seeds"]
+    lead = 100 * sum(ends["gspo", seed] - ends["grpo", seed] for seed in seeds) / len(seeds)
+    assert f"There GSPO ended {lead:+.1f} (" in page and lead < 0
     order = [
         "Refuted by the registered",
         "study-efficiency-curves.svg",
@@ -442,6 +495,9 @@ def test_the_reading_of_the_mismatch_study_says_what_its_runs_did() -> None:
     for name, each in zip(("bf16", "fp8-like", "stale"), results["comparisons"], strict=True):
         grpo, gspo = (float(value) for value in re.findall(r"\| ([+-][\d.]+) \(", rows[f"| {name}"]))
         assert grpo - gspo == pytest.approx(100 * each["mean"], abs=0.11)
+    (greedy,) = re.findall(r"at the level of the table: (.*)\. What seeds alone", page)
+    intervals = {name: (float(low), float(high)) for name, low, high in re.findall(r"(\S+) \S+ \((\S+) to (\S+)\)", greedy)}
+    assert intervals["fp8-like"][0] > 0 and intervals["stale"][0] < 0 < intervals["stale"][1]
     order = ["by one of its conditions only", "study-mismatch-loss.svg", "### Exploratory", "### The opposite"]
     assert [page.index(part) for part in order] == sorted(page.index(part) for part in order)
 
