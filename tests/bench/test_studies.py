@@ -5,6 +5,7 @@ import json
 import random
 import re
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,25 @@ def test_a_study_of_efficiency_shows_accuracy_over_tokens() -> None:
     assert "Not registered" in drawn["accuracy"].caption
     assert set(drawn) == {"curves", "accuracy"}
     grpo, gspo = drawn["curves"].data
-    assert grpo["x"] == [0.0, 2.0] and grpo["y"] == pytest.approx([0.1, 0.2]) and gspo["y"][1] == pytest.approx(0.4)
+    assert grpo["x"] == pytest.approx([0.0, 2.0], abs=0.02) and {*grpo["x"]}.isdisjoint(gspo["x"])
+    assert grpo["y"] == pytest.approx([0.1, 0.2]) and gspo["y"][1] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_figure_says_without_its_caption_of_how_many_seeds_it_is_and_what_its_bars_are(name: str) -> None:
+    for drawing in study_figures(STORED[name]).values():
+        title = drawing.layout["xaxis"]["title"]["text"]
+        assert f"{len(STORED[name]['seeds'])} " in title and "bars: " in title and "95 %" in title
+
+
+def test_arms_stand_beside_each_other_at_every_dose() -> None:
+    drawn = study_figures(STORED["dose"])
+    for part in ("accuracy", "survival"):
+        rows = [trace["x"] for trace in drawn[part].data]
+        for at in zip(*rows, strict=True):
+            gaps = [two - one for one, two in pairwise(at)]
+            assert gaps == pytest.approx([gaps[0]] * len(gaps)) and 0 < gaps[0] < 0.005
+    assert drawn["survival"].data[0]["x"][-1] == pytest.approx(0.183, abs=0.003)
 
 
 def test_the_rate_of_an_arm_is_the_best_of_those_that_are_stable_with_room() -> None:
