@@ -19,6 +19,7 @@ PAGES = {
     "mismatch": "mismatch",
     "lab-equivalence": "lab",
     "lab-variance": "lab",
+    "lab-failure": "lab",
 }
 """The page of each file of results."""
 
@@ -65,7 +66,8 @@ def page() -> str:
     ]
     for number, each in enumerate(claims, 1):
         lines += ["", f'<a id="{number}"></a>', "", f"## {each['claim']}", "", f"- Published: {each['published']}"]
-        lines += [f"- Command: `{command}`" for command in as_list(each.get("command", []))]
+        word = "Command" if _stored_files(each) else "Command, never run"
+        lines += [f"- {word}: `{command}`" for command in as_list(each["command"])]
         lines += [f"- Measured: {_measurement(path, each.get('shows', {}))}" for path in _stored_files(each)] or [
             "- Measured: nothing is stored."
         ]
