@@ -96,6 +96,29 @@ def page_text(name: str) -> str:
     return " ".join((ROOT / "docs" / name).read_text().split())
 
 
+def test_the_figures_of_the_first_run_are_those_of_its_stored_run() -> None:
+    page = (ROOT / "docs" / "first-run.md").read_text()
+    stored = json.loads((ROOT / "benchmarks/results/first-run.json").read_text())
+    assert f"({stored['date']}, torch {stored['torch'].partition('+')[0]}," in page
+    commands = [
+        line for block in re.findall(r"^```\w*\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) for line in block.splitlines()
+    ]
+    assert all(each["command"] in commands for each in stored["commands"])
+    run, evaluated = (
+        next(each for each in stored["commands"] if each["command"].startswith(words))
+        for words in ("legato train first.toml", "legato eval")
+    )
+    assert f"The 40 steps took {run['seconds']:.0f} s" in page
+    memory, numerics, last, *table = (line.strip() for line in run["lines"])
+    assert memory in page and numerics in page and all(line in page for line in table) and len(table) == 3
+    quoted = re.search(r"`(step 40/40 .*?) \.\.\. (held-out sampled \S+) \.\.\. (clipped \S+)`", page)
+    assert quoted is not None and all(part in last for part in quoted.groups())
+    for name in ("avg@4", "pass@4"):
+        (line,) = (line for line in evaluated["lines"] if name in line)
+        value, low, high = re.findall(r"([\d.]+)%", line)
+        assert f"{value} % for {name} ({low} to {high})" in page
+
+
 def test_the_figures_of_the_dashboard_page_are_those_of_the_stored_files() -> None:
     page, results = page_text("dashboard.md"), ROOT / "benchmarks" / "results"
     few, every = (json.loads((results / f"{name}.json").read_text()) for name in ("dashboard", "dashboard-all"))
