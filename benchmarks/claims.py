@@ -19,6 +19,7 @@ PAGES = {
     "mismatch": "mismatch",
     "lab-equivalence": "lab",
     "lab-variance": "lab",
+    "lab-failure": "lab",
 }
 """The page of each file of results."""
 
@@ -65,7 +66,8 @@ def page() -> str:
     ]
     for number, each in enumerate(claims, 1):
         lines += ["", f'<a id="{number}"></a>', "", f"## {each['claim']}", "", f"- Published: {each['published']}"]
-        lines += [f"- Command: `{command}`" for command in as_list(each.get("command", []))]
+        word = "Command" if _stored_files(each) else "Command, never run"
+        lines += [f"- {word}: `{command}`" for command in as_list(each["command"])]
         lines += [f"- Measured: {_measurement(path, each.get('shows', {}))}" for path in _stored_files(each)] or [
             "- Measured: nothing is stored."
         ]
@@ -73,13 +75,7 @@ def page() -> str:
     lines += ["", "## Recipes of which no run is stored", "", "The tool says so when such a recipe is loaded.", ""]
     lines += [f"- `{name}`" for name, entry in recipes.record().items() if not entry["stored"]]
     lines += ["", "## Stored results", "", "Pages name the file that a figure comes from; this is when it was stored.", ""]
-    lines += ["| file | date | commit |", "|---|---|---|"]
-    recorded = json.loads(provenance.FILE.read_text())
-    lines += [
-        f"| `benchmarks/results/{path.name}` | {entry['date']} | {entry['commit']} |"
-        for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-        for entry in [recorded.get(path.stem, {"date": "", "commit": "not recorded yet"})]
-    ]
+    lines += provenance.table()
     return "\n".join(lines) + "\n"
 
 

@@ -120,15 +120,11 @@ def measure(work: Path, model: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def section() -> list[str]:
-    """The lines of docs/experiments/lab.md on these kinds of text; none before they were measured."""
+    """The lines of docs/experiments/lab.md on these kinds of text; before they were measured, that they were not."""
+    heading = ["", "## Dialogue, code and prose from SmolLM2", ""]
     if not RESULTS.is_file():
-        return []
-    lines = [
-        "",
-        "## Dialogue, code and prose from SmolLM2",
-        "",
-        f"`python -m benchmarks.domains`; advantages are random. {stored_by('lab-domains')}",
-    ]
+        return [*heading, "Not measured yet: `python -m benchmarks.domains` does it. All above is of counting."]
+    lines = [*heading, f"`python -m benchmarks.domains`; advantages are random. {stored_by('lab-domains')}"]
     for domain, experiments in json.loads(RESULTS.read_text()).items():
         lines += ["", f"**{domain.capitalize()}.**", ""]
         lines += [f"- {name}: {sentence}" for name, sentences in experiments.items() for sentence in sentences]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import repeat
+from benchmarks import provenance, repeat
 from benchmarks.readings import READINGS, Results
 from legato.pages.drawing import draw_svg
 from legato.pages.study import markdown
@@ -81,6 +81,7 @@ def experiment_page(results: Results) -> str:
     # The figures stand behind what the registration asked, before further sections.
     registered = next((place for place, each in enumerate(reading) if each.startswith("#")), len(reading))
     made = [f"- {_provenance(each)}" for each in results.get("made") or [results["machine"]]]
+    made.append(f"- {provenance.stored_by(f'{provenance.STUDIES}{name}')}")
     again = [f"- {sentence}" for sentence in repeat.sentences(name)]
     return (
         "\n".join(
@@ -121,7 +122,8 @@ def _blocks(reading: Sequence[str], before: str = "-") -> list[str]:
 
 def _provenance(each: Mapping[str, Any]) -> str:
     if "date" not in each:
-        return f"{each.get('device', 'a machine that was not recorded')}; date under Written, commit not recorded"
+        device = each.get("device", "a machine that was not recorded")
+        return f"{device}; date under Written, commit of the code not recorded"
     commit = (each["commit"] or "unknown")[:12]
     return f"{each['runs']} runs on {each['date']}, commit {commit}, {each['device']}, torch {each['torch']}"
 

@@ -96,6 +96,93 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     assert "56 of 75 faulty runs raised an alarm" in watch and "Of 75 runs with 14 kinds of fault it noticed 56" in README
 
 
+def page_text(name: str) -> str:
+    return " ".join((ROOT / "docs" / name).read_text().split())
+
+
+def test_the_figures_of_the_first_run_are_those_of_its_stored_run() -> None:
+    page = (ROOT / "docs" / "first-run.md").read_text()
+    stored = json.loads((ROOT / "benchmarks/results/first-run.json").read_text())
+    assert f"({stored['date']}, torch {stored['torch'].partition('+')[0]}," in page
+    commands = [
+        line for block in re.findall(r"^```\w*\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) for line in block.splitlines()
+    ]
+    assert all(each["command"] in commands for each in stored["commands"])
+    run, evaluated = (
+        next(each for each in stored["commands"] if each["command"].startswith(words))
+        for words in ("legato train first.toml", "legato eval")
+    )
+    assert f"The 40 steps took {run['seconds']:.0f} s" in page
+    memory, numerics, last, *table = (line.strip() for line in run["lines"])
+    assert memory in page and numerics in page and all(line in page for line in table) and len(table) == 3
+    quoted = re.search(r"`(step 40/40 .*?) \.\.\. (held-out sampled \S+) \.\.\. (clipped \S+)`", page)
+    assert quoted is not None and all(part in last for part in quoted.groups())
+    for name in ("avg@4", "pass@4"):
+        (line,) = (line for line in evaluated["lines"] if name in line)
+        value, low, high = re.findall(r"([\d.]+)%", line)
+        assert f"{value} % for {name} ({low} to {high})" in page
+
+
+def test_the_figures_of_the_dashboard_page_are_those_of_the_stored_files() -> None:
+    page, results = page_text("dashboard.md"), ROOT / "benchmarks" / "results"
+    few, every = (json.loads((results / f"{name}.json").read_text()) for name in ("dashboard", "dashboard-all"))
+    slowest = {key: max(each[key] for each in few["opened"]) for key in few["opened"][0]}
+    fastest = min(each["figures_seconds"] for each in few["opened"])
+    assert (
+        f"{few['metrics_gigabytes']:.1f} GB of metrics, the page is painted after {slowest['first_paint_seconds']:.1f} s"
+        in page
+    )
+    assert f"all runs are listed after {slowest['list_seconds']:.1f} s" in page
+    figures = f"{fastest:.0f} to {slowest['figures_seconds']:.0f} s"
+    assert f"after {slowest['sketches_seconds']:.1f} s and as plotly's figures after {figures}" in page
+    assert f"the server holds {slowest['server_megabytes']:.0f} MB" in page
+    assert f"it holds {every['all_chosen']['server_megabytes']:.0f} MB" in page
+    assert f"load {few['load_of_the_machine']:.0f}," in page and f"load {every['load_of_the_machine']:.0f}," in page
+
+
+def test_figures_that_pages_and_decisions_repeat_are_those_of_the_stored_files() -> None:
+    """The first is in a page written by hand, the second in one that is made from a stored file."""
+    repeated = {
+        ("choosing.md", "ended 38.3 points above `gspo` (97.5 % +2.5 to +74.1, 5 seeds)"): (
+            "experiments/credit.md",
+            "turn-gspo ended above gspo (+38.3 points, 97.5 % +2.5 to +74.1, 5 seeds)",
+        ),
+        ("choosing.md", "GSPO lost 3 points and GRPO 36"): ("experiments/mismatch-study.md", "| fp8-like | +36.3 ("),
+        ("concepts.md", "GSPO left 27.7 % of the tokens"): (
+            "experiments/lab.md",
+            "GSPO as published left 27.7% of the tokens",
+        ),
+        ("concepts.md", "would clip 37 to 46 % of the responses"): (
+            "performance.md",
+            "| 4096 | 0.0e+00, 0.0% | 0.0e+00, 0.0% | 1.7e-03, 36.7% |",
+        ),
+        ("decisions/0007-the-head-goes-by-rows.md", "by at most 1.8e-05"): ("performance.md", "| 1.12 | 0.11 | 1.8e-05 |"),
+        ("decisions/0007-the-head-goes-by-rows.md", "by up to 3.4e-02"): ("performance.md", "| 1.18 | 4.64 | 3.4e-02 |"),
+        ("decisions/0012-copies-for-one-call.md", "202 tokens a second in place of 172"): (
+            "performance.md",
+            "| engine, no copies of the weights | 172 |",
+        ),
+        ("decisions/0012-copies-for-one-call.md", "317 in place of 207"): (
+            "performance.md",
+            "| engine | 202 | 2.64 | 317 |",
+        ),
+        ("decisions/0020-the-engine-is-the-trainer.md", "0.91 to 0.97 times"): (
+            "exact.md",
+            "| 1.7B | 1.66x | 1.43x | 0.91x | 0.97x |",
+        ),
+        ("decisions/0020-the-engine-is-the-trainer.md", "a step of 0.6B is 5 % shorter"): (
+            "exact.md",
+            "On beside off: step -5.0 %",
+        ),
+    }
+    for (page, figure), (source, stored) in repeated.items():
+        assert figure in page_text(page), (page, figure)
+        assert stored in page_text(source), (source, stored)
+    samples = json.loads((ROOT / "benchmarks/results/ranks-gpu.json").read_text())["parts"]["torchrun 1.7B"]["sides"]
+    widest = max(max(each["samples"]) / min(each["samples"]) for each in samples.values())
+    assert f"side differ by up to {100 * widest - 100:.0f} %" in page_text("scaling.md")
+
+
 @pytest.mark.parametrize("name", ["8b-8bit", "8b-offload", "8b-lora"])
 def test_the_recipes_of_8b_name_what_was_measured_of_their_shape(name: str) -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())["shapes"][name]

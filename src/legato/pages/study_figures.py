@@ -22,7 +22,7 @@ LABELS = {
     "ratio-bias": "sine of the angle to the exact gradient",
 }
 """What the number of a measurement is, short enough for an axis."""
-AXES = {"training.lr": "learning rate", "training.router_noise": "noise on the routers", "length": "length (tokens)"}
+AXES = {"training.lr": "learning rate", "training.router_noise": "noise on the routers", "length": "tokens of a response"}
 """Swept options in words."""
 ROLES = {"token-wide": "GRPO", "sequence-narrow": "GSPO"}
 """The corners of the 2 x 2 of unit and band that are published algorithms, with their published bands."""
@@ -215,11 +215,12 @@ def _scores_over(
         at = {value: [run for run in runs if run["arm"] == arm and run["point"][axis] == value] for value in values}
         if all(at.values()):
             rows[arm] = at
-    places = {
-        arm: [math.fsum(run["flip_mean"] for run in each) / len(each) if flipped else value for value, each in at.items()]
-        for arm, at in rows.items()
+    # The dose is nearly the same for all arms: at its mean over arms they stand beside each other in their order.
+    doses = {
+        value: [run["flip_mean"] for at in rows.values() for run in at[value]] if flipped else [value] for value in values
     }
-    places = _aside(places, logarithmic)
+    middle = [math.fsum(each) / len(each) if each else 0.0 for each in doses.values()]
+    places = _aside(dict.fromkeys(rows, middle), logarithmic)
     curves = [
         _points(_label(arm), places[arm], [[run["score"] or 0.0 for run in each] for each in at.values()], number)
         for number, (arm, at) in enumerate(rows.items())
@@ -229,16 +230,18 @@ def _scores_over(
         for number, (arm, at) in enumerate(rows.items())
     ]
     shown = "experts that flipped" if flipped else AXES.get(axis, axis)
-    xaxis: dict[str, Any] = {"title": {"text": shown}}
+    xaxis: dict[str, Any] = {"title": {"text": _with_note(shown, results)}}
     if flipped:
         xaxis["tickformat"] = ".0%"
     elif logarithmic:
         xaxis |= {"type": "log", "tickvals": list(values), "ticktext": [_short(value) for value in values]}
     by = "dose" if flipped else shown
+    note = f"{shown} (shares of {len(results['seeds'])} runs, bars: Wilson 95 % intervals)"
+    of_runs = xaxis | {"title": {"text": note}}
     survived = {"tickformat": ".0%", "range": [-0.02, 1.05], "title": {"text": "runs that survived"}}
     return (
         figure(f"Accuracy at the end by {by}{where}", _note(results), curves, {"xaxis": xaxis, "yaxis": _ACCURACY}),
-        figure(f"Survival by {by}{where}", "Wilson 95 % intervals.", alive, {"xaxis": xaxis, "yaxis": survived}),
+        figure(f"Survival by {by}{where}", "Wilson 95 % intervals.", alive, {"xaxis": of_runs, "yaxis": survived}),
     )
 
 
@@ -252,7 +255,7 @@ def _scores_by_bed(results: Results) -> dict[str, Figure | None]:
     }
     if len(beds) == 1:
         traces = [_points("", list(range(len(arms))), [scores[beds[0], arm] for arm in arms], 0, lines=False)]
-        xaxis = _categories(arms, "arm")
+        xaxis = _categories(arms, _with_note("arm", results))
     else:
         traces = [
             _points(
@@ -264,7 +267,7 @@ def _scores_by_bed(results: Results) -> dict[str, Figure | None]:
             )
             for number, arm in enumerate(arms)
         ]
-        xaxis = _categories(beds, "bed")
+        xaxis = _categories(beds, _with_note("bed", results))
     layout = {"xaxis": xaxis, "yaxis": _ACCURACY, "hovermode": "closest"}
     registered = "" if results["endpoint"]["kind"] == "score" else "Not registered as an endpoint. "
     accuracy = figure("Accuracy at the end", f"{registered}{_note(results)}", traces, layout)
@@ -318,23 +321,33 @@ def _curves(results: Results) -> dict[str, Figure | None]:
     """Accuracy over sampled tokens for each bed: means over seeds at every evaluation, at their mean number of tokens."""
     drawn: dict[str, Figure | None] = {}
     for bed in results["beds"]:
-        traces = []
-        for number, arm in enumerate(results["arms"]):
+        rows: dict[str, list[list[Mapping[str, Any]]]] = {}
+        for arm in results["arms"]:
             runs = [run for run in results["runs"] if (run["bed"], run["arm"]) == (bed, arm) and run["evaluations"]]
-            if not runs:
-                continue
-            count = min(len(run["evaluations"]) for run in runs)
-            at = [[run["evaluations"][place] for run in runs] for place in range(count)]
-            tokens = [math.fsum(each["tokens"] for each in row) / len(row) / 1e6 for row in at]
-            traces.append(_points(arm, tokens, [[each["sampled"] for each in row] for row in at], number))
+            if runs:
+                count = min(len(run["evaluations"]) for run in runs)
+                rows[arm] = [[run["evaluations"][place] for run in runs] for place in range(count)]
+        tokens = {
+            arm: [math.fsum(each["tokens"] for each in row) / len(row) / 1e6 for row in at] for arm, at in rows.items()
+        }
+        places = _aside(tokens, logarithmic=False)
+        traces = [
+            _points(arm, places[arm], [[each["sampled"] for each in row] for row in at], number)
+            for number, (arm, at) in enumerate(rows.items())
+        ]
         where = f", {bed}" if len(results["beds"]) > 1 else ""
         layout = {
-            "xaxis": {"title": {"text": "million sampled tokens"}},
+            "xaxis": {"title": {"text": _with_note("million sampled tokens", results)}},
             "yaxis": {"tickformat": ".0%", "title": {"text": "held-out accuracy"}},
         }
         name = f"curves{f'-{bed}' if where else ''}"
         drawn[name] = figure(f"Accuracy over sampled tokens{where}", _note(results), traces, layout)
     return drawn
+
+
+def _with_note(shown: str, results: Results) -> str:
+    """The title of an axis that says what the bars are: figures are quoted without their captions."""
+    return f"{shown} (means of {len(results['seeds'])} seeds, bars: 95 % intervals)"
 
 
 def _note(results: Results) -> str:
@@ -358,7 +371,7 @@ def _measurement_figures(results: Results) -> dict[str, Figure | None]:
             traces.append(_points(arm, places[arm], rows, number, shares=False))
         ticks = {"tickvals": values, "ticktext": [str(value) for value in values]}
         layout = {
-            "xaxis": {"type": "log", "title": {"text": AXES.get(first, first)}, **ticks},
+            "xaxis": {"type": "log", "title": {"text": _with_note(AXES.get(first, first), results)}, **ticks},
             "yaxis": {"title": {"text": LABELS.get(results["measure"], results["measure"])}},
         }
         name = "by-length" if other is None else f"by-length-{others[0]}{other:g}"
@@ -383,9 +396,9 @@ def _beside(place: float, number: int, count: int, gap: float = 0.24) -> float:
 
 
 def _aside(places: Mapping[str, Sequence[float]], logarithmic: bool) -> dict[str, list[float]]:
-    """Places moved apart by under a hundredth of the axis, since arms that agree would hide each other's intervals."""
+    """Places moved apart by about a hundredth of the axis, since arms that agree would hide each other's intervals."""
     every = [math.log(place) if logarithmic else place for row in places.values() for place in row]
-    step = 0.008 * ((max(every) - min(every)) if every else 0.0)
+    step = 0.011 * ((max(every) - min(every)) if every else 0.0)
     shifts = {arm: step * (number - (len(places) - 1) / 2) for number, arm in enumerate(places)}
     return {
         arm: [place * math.exp(shifts[arm]) if logarithmic else place + shifts[arm] for place in row]
