@@ -19,6 +19,8 @@ from benchmarks.trust.ranks import ranks_of
 from legato.cli.processes import exit_code, start_processes, torchrun_words
 from legato.config.load import load
 from legato.config.resolved import dump
+from legato.core.world import OneProcess
+from legato.run.ranks import describe
 from legato.run.train import resume as resume_run
 from legato.training import checkpoint
 from tests.ranks.world import ROOT, words_of
@@ -405,6 +407,11 @@ def test_ranks_of_a_resumed_run_wait_as_long_as_it_says(
     monkeypatch.setattr("legato.run.train.joined", join)
     with pytest.raises(JoinedError, match=str(seconds)):
         resume_run(tmp_path, words)
+
+
+def test_one_process_that_is_to_divide_layers_says_that_it_divides_nothing() -> None:
+    notes = [describe(OneProcess(), load([], [f"training.shard={shard}"]).config) for shard in ("optimizer", "layers")]
+    assert notes == [[], ["one process divides nothing: training.shard = 'layers' takes --processes, or torchrun"]]
 
 
 def test_the_exit_code_is_what_a_rank_decided() -> None:
