@@ -13,8 +13,9 @@ from legato.capacity.measured import Factor, at_size, measured
 from legato.capacity.planning import plan_setup
 from legato.capacity.work import decode_floor, packs_of, pass_over_groups, pieces_of, read_weights
 from legato.core.texts import Texts
-from legato.training.plan import micro_batches
+from legato.training.plan import deal, micro_batches
 from tests.capacity.setups import model, setup
+from tests.ranks.test_dealing import texts_of
 
 
 def test_the_flops_of_a_pass_are_those_that_the_benchmarks_count() -> None:
@@ -187,11 +188,27 @@ def test_old_log_probs_are_scored_only_where_they_are_needed() -> None:
     assert setup().scored_share == 0.75 and setup("qwen3-8b", 1, "training.updates_per_step=1").scored_share == 0
 
 
-def test_more_gpus_take_less_time_until_groups_run_out() -> None:
-    steps = [plan_setup(setup("qwen3-8b", gpus)).times.step for gpus in (2, 4, 8, 16)]
+def test_more_gpus_take_less_time_until_rows_run_out() -> None:
+    """An update has 16 groups of 8; groups are cut for updates, so that 64 GPUs all have something to do."""
+    plans = {gpus: plan_setup(setup("qwen3-8b", gpus)) for gpus in (2, 4, 8, 16, 64, 256)}
+    steps = [plans[gpus].times.step for gpus in (2, 4, 8, 16, 64)]
     assert steps == sorted(steps, reverse=True)
-    spare = plan_setup(setup("qwen3-8b", 64))
-    assert spare.setup.idle_gpus == 48 and any("48 of 64 GPUs have no group" in line for line in spare.remarks())
+    assert plans[64].times.seconds("updates") < 0.5 * plans[16].times.seconds("updates")
+    assert not any("GPUs have no" in line for line in plans[64].remarks())
+    idle = [line.partition(":")[0] for line in plans[256].remarks() if "GPUs have no" in line]
+    assert idle == ["192 of 256 GPUs have no group to sample", "128 of 256 GPUs have no row in an update"]
+
+
+@pytest.mark.parametrize(("gpus", "prompts", "samples"), [(8, 64, 8), (3, 20, 8), (64, 64, 8), (5, 16, 6), (48, 64, 16)])
+def test_the_busiest_gpu_has_what_is_dealt_to_it(gpus: int, prompts: int, samples: int) -> None:
+    """Calculated for equal groups, against the deal of a run."""
+    planned = replace(setup("qwen3-8b", gpus), prompts=prompts, samples=samples, mean_prompt=16, mean_response=33)
+    share = planned.share_of_update(16, 32)
+    texts = texts_of([16] * (prompts // 4), [[33] * samples] * (prompts // 4))  # the last token is not read
+    dealt = deal(texts, range(prompts // 4), 10**9, gpus)
+    assert share.idle_gpus == sum(not batches for batches in dealt)
+    rows = max(sum(len(rows) for rows in batches) for batches in dealt)
+    assert share.pieces * share.rows == rows
 
 
 def test_a_shorter_mean_changes_times_and_not_memory() -> None:

@@ -17,6 +17,11 @@ from safetensors.torch import load_file
 
 from benchmarks.trust.ranks import ranks_of
 from legato.cli.processes import exit_code, start_processes, torchrun_words
+from legato.config.load import load
+from legato.config.resolved import dump
+from legato.core.world import OneProcess
+from legato.run.ranks import describe
+from legato.run.train import resume as resume_run
 from legato.training import checkpoint
 from tests.ranks.world import ROOT, words_of
 
@@ -216,6 +221,26 @@ def test_a_rank_that_hangs_is_found_with_its_stack(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+def test_a_rank_that_hangs_inside_a_pass_over_divided_layers_is_found(tmp_path: Path) -> None:
+    """FSDP2 waits for it outside of our own exchanges, so that only the stacks say which rank it is."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "hanging.py").write_text(
+        "import os, time\nfrom legato.policy.policy import Policy\n\nrun_body = Policy._run_body\n\n\n"
+        "def hang(self, packed):\n    if os.environ['RANK'] == '1' and os.path.exists('runs/run/checkpoints/step-000001'):\n"
+        "        time.sleep(1000)\n    return run_body(self, packed)\n\n\nPolicy._run_body = hang\n"
+    )
+    (site / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ:\n    import hanging\n")
+    changes = {"training.steps": 5, "training.shard": "layers", "training.keep_layers": "nothing"}
+    path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "src")])
+    words = words_of({**SMALL, "output.name": "run", "training.rank_deadline_seconds": 4, **changes})
+    output = finish(start(tmp_path, "train", *words, environment={"PYTHONPATH": path}), 4)
+    assert output.count("all ranks hang: one of them, or the connection, holds up a pass over divided layers") == 1
+    stacks = (tmp_path / "runs/run/stacks.txt").read_text()
+    assert "hanging.py" in stacks.partition("rank 1, process")[2]
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -362,6 +387,31 @@ def test_torchrun_waits_for_a_long_step_to_be_saved(monkeypatch: pytest.MonkeyPa
         start_processes(2, 0)
     assert ended.value.code == 0 and configs[0].shutdown_timeout == (3600 if own is None else 60)
     assert configs[0].signals_to_handle.endswith(",SIGUSR1")
+
+
+@pytest.mark.parametrize(("words", "seconds"), [([], 7200), (["training.rank_deadline_seconds=9000"], 9000)])
+def test_ranks_of_a_resumed_run_wait_as_long_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], seconds: float
+) -> None:
+    """The limit of torch's process group follows from it: the usual one would end such a run after half an hour."""
+    (tmp_path / "config.toml").write_text(dump(load([], ["training.rank_deadline_seconds=7200"])))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    class JoinedError(Exception):
+        pass
+
+    def join(*, deadline: float, **_: object) -> None:
+        raise JoinedError(deadline)
+
+    monkeypatch.setattr("legato.run.train.joined", join)
+    with pytest.raises(JoinedError, match=str(seconds)):
+        resume_run(tmp_path, words)
+
+
+def test_one_process_that_is_to_divide_layers_says_that_it_divides_nothing() -> None:
+    notes = [describe(OneProcess(), load([], [f"training.shard={shard}"]).config) for shard in ("optimizer", "layers")]
+    assert notes == [[], ["one process divides nothing: training.shard = 'layers' takes --processes, or torchrun"]]
 
 
 def test_the_exit_code_is_what_a_rank_decided() -> None:

@@ -48,6 +48,15 @@ def test_a_rank_is_late_if_others_wait_for_it_beyond_the_deadline() -> None:
     assert find_late_ranks([beat(), beat()], 10.0) == []
 
 
+def test_all_ranks_are_late_if_none_comes_out_of_the_same_exchange() -> None:
+    """In a pass over divided layers a rank that hangs cannot be told from those that wait for it."""
+    waiting = beat(waits=True, seconds=11.0)
+    assert find_late_ranks([waiting, waiting], 10.0) == [0, 1]
+    assert find_late_ranks([waiting, beat(waits=True, seconds=9.0)], 10.0) == []
+    assert find_late_ranks([waiting, beat()], 10.0) == []
+    assert find_late_ranks([waiting, beat(waits=True, seconds=11.0, operations=4)], 10.0) == [1]
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "_BEAT_SECONDS", 0.02)
@@ -141,6 +150,27 @@ def test_a_rank_that_hangs_is_named_with_what_every_thread_was_doing(tmp_path: P
     assert ended.codes and ended.said[0].startswith("rank 1 hangs") and "rank_deadline_seconds" in ended.said[0]
     stacks = (tmp_path / "stacks.txt").read_text()
     assert "in a reward" in stacks and "test_a_rank_that_hangs" in stacks
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("operations", "reporters", "words"), [(6, [1], "rank 0 hangs"), (5, [0], "all ranks hang")])
+def test_one_rank_reports_a_hang(tmp_path: Path, operations: int, reporters: list[int], words: str) -> None:
+    """Rank 0 does so, unless it alone is late."""
+    late, other = beat(waits=True, operation="a pass", seconds=11.0), beat(waits=True, seconds=11.0, operations=operations)
+    reports = []
+    for rank in (0, 1):
+        store, folder = Store(), tmp_path / str(rank)
+        folder.mkdir()
+        here = Watch(store, rank, 2, deadline=10.0, say=print)
+        here.folder = folder
+        store.set("beat/0", json.dumps(late))
+        store.set("beat/1", json.dumps(other))
+        verdict = here._look_at_others(time.monotonic())
+        if verdict is not None:
+            assert verdict.startswith(words)
+            assert (folder / "stacks.txt").is_file()
+            reports.append(rank)
+    assert reports == reporters
 
 
 def test_the_stacks_name_this_function() -> None:

@@ -1,11 +1,13 @@
 """Weights divided among ranks: errors inside an exchange, and pieces that lie apart from the weights."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from legato.core.world import others_waiting
 from legato.training.optimizer import Optimizer, OptimizerSettings
 from legato.training.pieces import Divided, Piece
 
@@ -20,6 +22,9 @@ class Ranks:
 
     def meet(self, operation: str) -> None:
         pass
+
+    def exchanging(self, operation: str) -> AbstractContextManager[None]:
+        return others_waiting()
 
     def sum_table(self, table: Tensor) -> Tensor:
         return table

@@ -330,10 +330,10 @@ def test_the_lines_of_a_floor_have_every_gap_the_band_and_the_anchor() -> None:
 
 
 def test_the_lines_say_why_and_that_responses_may_be_old() -> None:
-    gaps, clipped, unsafe = make_floor(ahead=2, reason="of a reason").lines("recompute")
+    gaps, clipped, unsafe = make_floor(lag=2, reason="of a reason").lines("recompute")
     assert gaps.endswith("5.0e-04 engine against trainer (responses may be 2 versions old)")
     assert clipped.endswith("; old log-probs are recomputed: of a reason") and "(responses may be 2 versions old)" in unsafe
-    assert "old)" not in make_floor().lines("recompute")[0] and "1 version old" in make_floor(ahead=1).lines("recompute")[0]
+    assert "old)" not in make_floor().lines("recompute")[0] and "1 version old" in make_floor(lag=1).lines("recompute")[0]
 
 
 def test_the_verdict_says_whether_the_numerics_are_fine() -> None:

@@ -249,7 +249,7 @@ NARROW = {"objective.trust.clip.low": 1e-18, "objective.trust.clip.high": 1e-18}
 def test_the_floor_says_why_old_log_probs_are_recomputed(reason: str, options: dict[str, Any]) -> None:
     this = trainer(**{"anchor": "auto", **options})
     floor = this.step().floor
-    assert floor is not None and floor.reason == reason and floor.ahead == 0
+    assert floor is not None and floor.reason == reason and floor.lag == 0
     assert floor.fills_the_band == ("changes" in options) and this.anchor_choice == ("recompute" if reason else "sampler")
 
 
@@ -258,7 +258,7 @@ def test_with_responses_ahead_the_reason_is_their_age_and_not_the_engine() -> No
     given = {each.name: getattr(this.source, each.name) for each in fields(this.source) if not each.name.startswith("_")}
     this.source = Ahead(**given, steps_ahead=1)
     for report in run(this, 2):
-        assert report.floor is not None and report.floor.fills_the_band and report.floor.ahead == 1
+        assert report.floor is not None and report.floor.fills_the_band and report.floor.lag == 1
         assert report.floor.reason == "with rollouts.ahead = 1 responses may be older than the policy"
 
 

@@ -83,8 +83,9 @@ def demand_of(setup: Setup, slots: int, kept: str = KEPT[0]) -> Demand:
     `kept`: what is held whole of divided layers.
     """
     model = setup.model
-    group = setup.prompt_tokens + setup.samples * setup.response_tokens
-    update = setup.groups_per_update * group
+    share = setup.share_of_update(setup.prompt_tokens, setup.response_tokens)
+    group = setup.prompt_tokens + share.rows * setup.response_tokens
+    update = share.pieces * group
     tokens = min(max(setup.tokens_per_pack, setup.longest), update)
     half, at_once = setup.size == 2, max(1, LOGITS_AT_ONCE // model.shape.vocabulary)
     trained = setup.trained
@@ -108,7 +109,7 @@ def demand_of(setup: Setup, slots: int, kept: str = KEPT[0]) -> Demand:
         scores=model.scores,
         fused=setup.fused,
         by_parts=setup.by_parts,
-        sharing=(setup.prompt_tokens + setup.samples * setup.longest) / group,
+        sharing=(setup.prompt_tokens + share.rows * setup.longest) / group,
         longest=setup.longest,
         several_packs=update > tokens,
         step_cells=setup.prompts * setup.samples * setup.response_tokens,
@@ -122,9 +123,10 @@ def _routes(setup: Setup) -> dict[str, Any]:
     if not setup.model.is_mixture:
         return {}
     responses = setup.samples * setup.response_tokens
+    share = setup.share_of_update(setup.prompt_tokens, setup.response_tokens)
     return {
         "routed": setup.groups * responses,
-        "routed_per_update": setup.groups_per_update * responses,
+        "routed_per_update": share.pieces * share.rows * setup.response_tokens,
         "engine_routes": setup.engine_routes,
         "replayed": setup.groups * (responses + setup.prompt_tokens) if setup.routing_replay else 0,
     }

@@ -35,10 +35,12 @@ class Plan:
         setup, need, lines = self.setup, self.need, list[str]()
         if need.slots < need.wanted_slots:
             lines.append(f"the engine decodes {need.slots} rows at a time instead of {need.wanted_slots}: more do not fit")
-        if setup.idle_gpus:
-            lines.append(
-                f"{setup.idle_gpus} of {setup.gpus} GPUs have no group in an update: raise training.prompts_per_step"
-            )
+        idle = 0 if setup.servers else max(0, setup.gpus - setup.prompts)
+        if idle:
+            lines.append(f"{idle} of {setup.gpus} GPUs have no group to sample: raise training.prompts_per_step")
+        idle = setup.share_of_update(setup.mean_prompt, setup.mean_response).idle_gpus
+        if idle:
+            lines.append(f"{idle} of {setup.gpus} GPUs have no row in an update: raise training.prompts_per_step")
         if setup.offload:
             held = f"{need.memory.host / 1e9:,.0f} GB of optimizer state for each GPU"
             lines.append(f"the host holds {held}; the optimizer's time was measured with 16 cores for a GPU")

@@ -9,12 +9,24 @@ from legato.config.resolved import Resolved
 from legato.errors import InputError
 from legato.training.anchor import first_update_anchors_itself, needs_reference
 from legato.training.memory.sharding import WAYS
+from legato.training.plan import CUTS
 from legato.training.tables import needs
 
 _SIZES = {"auto": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _LONE = "none"
 _SHARDED = "optimizer"
 """The way of sharding where there are several GPUs and none is chosen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What the busiest GPU has of an update: groups, or pieces of groups that were cut to make shares even."""
+
+    pieces: int
+    rows: int
+    """Responses of a piece. Its prompt is computed once."""
+    idle_gpus: int
+    """GPUs that have nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,18 +97,21 @@ class Setup:
 
     @property
     def groups(self) -> int:
-        """Groups of a step on the busiest GPU. A group stays on one GPU."""
+        """Groups of a step that the busiest GPU samples. One GPU samples all responses of a group."""
         return math.ceil(self.prompts / self.gpus)
 
-    @property
-    def groups_per_update(self) -> int:
-        """Groups of an update on the busiest GPU."""
-        return math.ceil(math.ceil(self.prompts / self.updates) / self.gpus)
-
-    @property
-    def idle_gpus(self) -> int:
-        """GPUs that get no group of an update."""
-        return max(0, self.gpus - math.ceil(self.prompts / self.updates))
+    def share_of_update(self, prompt: int, response: int) -> Share:
+        """What the busiest GPU has of an update with such lengths, as `training.plan.deal` cuts and deals equal groups."""
+        groups = math.ceil(self.prompts / self.updates)
+        if self.gpus == 1:
+            return Share(pieces=groups, rows=self.samples, idle_gpus=0)
+        shares = []
+        for cuts in CUTS:
+            rows = max(1, math.ceil(self.samples * response / cuts) // response)
+            pieces = groups * math.ceil(self.samples / rows)
+            idle = max(0, self.gpus - pieces)
+            shares.append(Share(pieces=math.ceil(pieces / self.gpus), rows=rows, idle_gpus=idle))
+        return min(shares, key=lambda share: share.pieces * (prompt + share.rows * response))
 
     @property
     def response_total(self) -> int:

@@ -100,14 +100,16 @@ def _passes(setup: Setup, flops: float, packs: int, share: float, launches: int)
 
 
 def _update_packs(setup: Setup) -> int:
-    return packs_of(setup.groups_per_update, setup.mean_prompt, setup.samples, setup.mean_response, setup.tokens_per_pack)
+    share = setup.share_of_update(setup.mean_prompt, setup.mean_response)
+    return packs_of(share.pieces, setup.mean_prompt, share.rows, setup.mean_response, setup.tokens_per_pack)
 
 
 def _step_pass(setup: Setup) -> Pass:
     """One forward over all rows of a step, on the busiest GPU."""
-    groups = setup.groups_per_update * setup.updates
-    load = (setup.mean_prompt, setup.samples, setup.mean_response)
-    return pass_over_groups(setup.model.shape, groups, *load, pieces=pieces_of(*load, setup.tokens_per_pack))
+    share = setup.share_of_update(setup.mean_prompt, setup.mean_response)
+    load = (setup.mean_prompt, share.rows, setup.mean_response)
+    pieces = pieces_of(*load, setup.tokens_per_pack)
+    return pass_over_groups(setup.model.shape, share.pieces * setup.updates, *load, pieces=pieces)
 
 
 def _scoring(setup: Setup) -> _Passes:

@@ -8,7 +8,7 @@ with policy.accumulate_gradient(texts, rows) as forward:                the body
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,6 +133,8 @@ class Policy:
     """Whether the weights of its layers are divided among ranks."""
     exchanges: bool = False
     """Whether ranks exchange layers or their gradients inside a pass: then all must run equally many passes."""
+    exchanging: Callable[[], AbstractContextManager[None]] = others_waiting
+    """The context of a pass in which ranks exchange layers."""
     notes: list[str] = field(default_factory=list)
     """Decisions made while loading, for the run to print."""
 
@@ -281,7 +283,7 @@ class Policy:
     @contextmanager
     def _hidden_states(self, packed: Pack) -> Iterator[Tensor]:
         """[K, N]: the last hidden state at the tokens whose logits are read. Errors of a pass over divided layers say so."""
-        with others_waiting() if self.exchanges else nullcontext(), self._run_body(packed) as hidden:
+        with self.exchanging() if self.exchanges else nullcontext(), self._run_body(packed) as hidden:
             yield hidden
 
     @contextmanager

@@ -78,7 +78,9 @@ def compare_evaluations(world: World, held_out: Sequence[Problem], sets: Sequenc
 
 
 def describe(world: World, config: Config) -> list[str]:
-    """A note on the ranks of a run; empty for one."""
+    """A note on the ranks of a run; empty for one process that nobody asked to divide anything."""
+    if world.size == 1 and config.training.shard == "layers":
+        return ["one process divides nothing: training.shard = 'layers' takes --processes, or torchrun"]
     if world.size == 1:
         return []
     divided = {"optimizer": "masters and moments", "layers": "layers, masters and moments"}[config.training.shard]

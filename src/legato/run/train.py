@@ -57,7 +57,7 @@ from legato.run.sizes import check_sizes
 from legato.run.watcher import DisplaySettings, GuardedWatcher, Silent, Watcher
 from legato.tasks.source import Source
 from legato.training import checkpoint
-from legato.training.ranks.join import joined
+from legato.training.ranks.join import DEADLINE_SECONDS, joined, read_launch
 from legato.training.report import StepReport
 
 
@@ -494,10 +494,24 @@ def resume(
     `wanted` is a whole configuration in place of `words`.
     """
     shown = watcher or Silent()
-    with joined(say=shown.message) as world:
+    with joined(deadline=_deadline_of(path, words, wanted), say=shown.message) as world:
         if world.rank:
             shown, callback = Silent(), None
         return _resume(world, path, words, shown, allow_changes, step, objects or wire.PythonObjects(), callback, wanted)
+
+
+def _deadline_of(path: Path, words: Sequence[str], wanted: Resolved | None) -> float:
+    """How long ranks of a run that goes on may wait for one another: torch's own limit follows from it.
+
+    A configuration that cannot be read is told once the ranks have joined.
+    """
+    if read_launch() is None:
+        return DEADLINE_SECONDS
+    try:
+        resolved = wanted or _load_with_words(RunDirectory(path), words)
+    except (InputError, OSError):
+        return DEADLINE_SECONDS
+    return resolved.config.training.rank_deadline_seconds
 
 
 def _resume(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from legato.core.texts import Texts
 
-_CUTS = (1, 2, 4, 8)
+CUTS = (1, 2, 4, 8)
 """Into how many pieces a group may be cut so that ranks get equal shares; each piece computes the prompt again."""
 
 
@@ -104,7 +104,7 @@ def deal(
     Groups are cut into pieces where that makes the largest share smaller.
     """
     sizes = _Sizes(texts, shared=shared, silent=silent)
-    dealt = [_deal(sizes, groups, tokens_per_pack, ranks, cuts) for cuts in _CUTS]
+    dealt = [_deal(sizes, groups, tokens_per_pack, ranks, cuts) for cuts in CUTS]
     _, shares = min(dealt, key=lambda each: each[0])
     return [_fill_packs(pieces, tokens_per_pack, shared) if pieces else () for pieces in shares]
 

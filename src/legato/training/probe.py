@@ -77,7 +77,7 @@ class Floor:
     """Whether engine and trainer must be equal to the bit (`rollouts.exact`)."""
     difference: str = ""
     """The first operation in which they differ although they must not."""
-    ahead: int = 0
+    lag: int = 0
     """How many versions older than the weights that score them the engine's responses may be (`rollouts.ahead`)."""
     reason: str = ""
     """Why old log-probs are recomputed; "" if they are not."""
@@ -169,9 +169,9 @@ class Floor:
 
     def _age(self) -> str:
         """A clause for gaps between engine and trainer that hold more than rounding."""
-        if not self.ahead:
+        if not self.lag:
             return ""
-        return f" (responses may be {self.ahead} version{'s' if self.ahead > 1 else ''} old)"
+        return f" (responses may be {self.lag} version{'s' if self.lag > 1 else ''} old)"
 
     def _warnings(self, anchor: str) -> list[str]:
         lines = []

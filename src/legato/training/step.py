@@ -316,7 +316,7 @@ class Trainer:
         if self.state:
             noise = max(self.world.gather(floor.noise(self.anchor_choice == "sampler")))
             self.state = self.algorithm.calibrated(self.state, noise=noise)
-        return replace(floor, ahead=self.source.ahead, reason=self._reason_to_recompute(floor))
+        return replace(floor, lag=self.source.ahead, reason=self._reason_to_recompute(floor))
 
     def _reason_to_recompute(self, floor: Floor) -> str:
         """Why old log-probs are recomputed, for messages; "" if they are not."""

@@ -19,6 +19,7 @@ work where there is memory for more than a layer. `Keep` says what a rank holds 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ def divide_layers(policy: Policy, ranks: Exchange) -> None:
                 each.grad_dtype = exact
         sharded.reshard()
     policy.divided = policy.exchanges = True
+    policy.exchanging = partial(ranks.exchanging, "a pass over divided layers")
 
 
 def gather_weights(policy: Policy, ranks: Exchange, *, trained: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -136,7 +138,7 @@ class Layered:
         exchanges = self.keep is Keep.WEIGHTS and bool(self.shards)
         self.ranks.meet("gather layers")
         try:
-            with others_waiting():
+            with self.ranks.exchanging("gathering layers"):
                 for layer in self._layers:
                     layer.set_reshard_after_forward(False, recurse=False)
                     layer.set_reshard_after_backward(False, recurse=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from legato.core import sums as pieces
 from legato.core.sums import Piece, Sums, fetch, tensors_of
+from legato.core.world import others_waiting
 from legato.errors import InputError, LostRankError, OtherRankError, describe_error
 
 _HOST = torch.device("cpu")
@@ -111,6 +112,18 @@ class ProcessGroup:
     def meet(self, operation: str) -> None:
         """Wait for the other ranks before an operation that is not one of these methods; raises if one has failed."""
         self._meet(operation)
+
+    @contextmanager
+    def exchanging(self, operation: str) -> Iterator[None]:
+        """Inside, ranks exchange tensors in other ways than by these methods: the observer knows that they may wait."""
+        if self.observer is not None:
+            self.observer.begin(operation)
+        try:
+            with others_waiting():
+                yield
+        finally:
+            if self.observer is not None:
+                self.observer.end()
 
     def fail(self, error: BaseException) -> None:
         if self.is_lost or error is self._told or isinstance(error, OtherRankError | LostRankError):

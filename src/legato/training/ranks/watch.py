@@ -146,6 +146,7 @@ class Watch:
             "beats": self._beats,
             "operations": self._operations,
             "waits": self._waits_in is not None,
+            "operation": self._waits_in,
             "seconds": waited,
             "paused": self._paused,
             "state": self._state,
@@ -160,7 +161,8 @@ class Watch:
         verdict = self._find_loss(beats, now)
         late = find_late_ranks(beats, self.deadline) if verdict is None else []
         # Rank 0 reports, unless it is the one that hangs.
-        return self._report_hang(late, beats) if late and (self.rank == 0 or 0 in late) else verdict
+        reporter = 1 if 0 in late and 1 not in late else 0
+        return self._report_hang(late, beats) if late and self.rank == reporter else verdict
 
     def _read_beats(self) -> list[dict[str, Any]]:
         """The last beat of every rank; empty while some ranks are starting."""
@@ -199,10 +201,15 @@ class Watch:
                 where = f"in {path}"
         if where == "below":
             print(text, file=sys.stderr, flush=True)
-        ranks = f"rank {late[0]} hangs" if len(late) == 1 else f"ranks {', '.join(map(str, late))} hang"
+        if len(late) == self.size:
+            doing = beats[self.rank]["operation"] or "an exchange"
+            reason = f"all ranks hang: one of them, or the connection, holds up {doing}; none has gone on"
+        else:
+            ranks = f"rank {late[0]} hangs" if len(late) == 1 else f"ranks {', '.join(map(str, late))} hang"
+            reason = f"{ranks}: the others have waited"
         return (
-            f"{ranks}: the others have waited for more than {self.deadline:g} s (training.rank_deadline_seconds); what every"
-            f" thread was doing stands {where}"
+            f"{reason} for more than {self.deadline:g} s (training.rank_deadline_seconds); what every thread was doing"
+            f" stands {where}"
         )
 
     def _obey(self) -> None:
@@ -224,14 +231,20 @@ class Watch:
 
 
 def find_late_ranks(beats: Sequence[Mapping[str, Any]], deadline: float) -> list[int]:
-    """The ranks for which others have waited longer than the deadline; empty while none has, or where one is paused."""
+    """The ranks for which others have waited longer than the deadline; empty while none has, or where one is paused.
+
+    All ranks, if all have waited so long in the same exchange: one of them does not come out of a pass over divided layers,
+    or what carries their numbers is broken.
+    """
     waiting = [rank for rank, beat in enumerate(beats) if beat["waits"]]
     if not waiting or any(beat["paused"] is not None for beat in beats):
         return []
     if max(float(beats[rank]["seconds"]) for rank in waiting) < deadline:
         return []
     ahead = max(int(beats[rank]["operations"]) for rank in waiting)
-    return [rank for rank, beat in enumerate(beats) if beat["operations"] < ahead and beat["state"] != "done"]
+    late = [rank for rank, beat in enumerate(beats) if beat["operations"] < ahead and beat["state"] != "done"]
+    stuck = len(waiting) == len(beats) and all(float(beat["seconds"]) >= deadline for beat in beats)
+    return list(range(len(beats))) if stuck and not late else late
 
 
 def _is_gone(beat: Mapping[str, Any]) -> bool:
