@@ -9,6 +9,7 @@ from legato.errors import InputError
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.sampling import Sampling
+from legato.rollouts.servers.errors import ServerError
 from legato.rollouts.servers.fleet import Fleet
 from legato.rollouts.servers.member import State
 from tests.fleet.serving import two_servers
@@ -88,6 +89,37 @@ def test_a_server_that_restarts_comes_back_with_the_current_weights() -> None:
             if fleet.servers[0].counts.rejoins:
                 break
         assert fleet.servers[0].state is State.UP and plans is not None
+
+
+def test_steps_that_go_on_while_a_server_comes_back_leave_it_the_weights_that_it_reads() -> None:
+    """It may take minutes to start and load, and every step writes a folder and deletes an older one."""
+    with two_servers() as (fleet, policy, _, plans):
+        problems: list[str] = []
+        load = fleet.dialect.load
+
+        def load_and_note(*words: Any, **options: Any) -> None:
+            try:
+                load(*words, **options)
+            except ServerError as error:
+                problems.append(str(error))
+                raise
+
+        fleet.dialect.load = load_and_note  # type: ignore[method-assign]
+        fleet.publish(policy.model.named_parameters(), 1)
+        plans[0].add("status", path="/pause")
+        fleet.publish(policy.model.named_parameters(), 2)
+        assert fleet.servers[0].state is State.DOWN and len(problems) == 1
+        plans[0].add("slow", seconds=1.5, path="/pause")
+        fleet.servers[0].next_check = 0.0
+        fleet.generate(requests(1), SAMPLING, LIMITS)
+        assert fleet.servers[0].checking
+        for version in (3, 4, 5):
+            fleet.publish(policy.model.named_parameters(), version)
+        for _ in range(200):
+            fleet.generate(requests(2), SAMPLING, LIMITS)
+            if fleet.servers[0].state is State.UP:
+                break
+        assert fleet.servers[0].version == 5 and len(problems) == 1, problems
 
 
 @pytest.mark.parametrize(

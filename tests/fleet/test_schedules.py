@@ -185,6 +185,12 @@ class FakeFolders:
     def write(self, weights: Any, version: int, *, adapters: bool = False) -> Path:
         return self.path_of(version, adapters=adapters)
 
+    def hold(self, folder: Path) -> None:
+        pass
+
+    def release(self, folder: Path) -> None:
+        pass
+
 
 class FakeFleet(Fleet):
     def open(self, place: EnginePlace) -> None:

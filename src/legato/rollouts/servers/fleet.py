@@ -600,7 +600,7 @@ class Fleet(JobEngine):
         elif key[0] == "look":
             self._take_look(key[1], key[2], key[3], result)
         else:
-            self._take_rejoin(key[1], result)
+            self._take_rejoin(key[1], key[2], result)
 
     def _take_answer(self, attempt: Attempt, result: Any) -> None:
         server, ticket = attempt.server, attempt.ticket
@@ -709,8 +709,12 @@ class Fleet(JobEngine):
                 assert server.started is not None
                 self._drop(server, f"its process ended: {server.started.describe_log()}")
             if server.state is State.DOWN and not server.checking and now >= server.next_check:
+                published = self._published
+                assert published is not None and self._folders is not None, "a server is dropped only after a publish"
                 server.checking = True
-                self.transport.send(("rejoin", server), partial(self._rejoin, server))
+                # Steps go on while the server starts and loads.
+                self._folders.hold(published.folder)
+                self.transport.send(("rejoin", server, published), partial(self._rejoin, server, published))
 
     def _attend(self) -> None:
         """Look after the servers while this rank has nothing to sample: the others may be waiting for one to come back."""
@@ -754,10 +758,8 @@ class Fleet(JobEngine):
         elif result != published.name:
             self._drop(server, "it has other weights")
 
-    def _rejoin(self, server: Server) -> tuple[int, ProbeReply]:
-        """Bring a server to the current weights; in a thread. Returns the version and what the server computes."""
-        published = self._published
-        assert published is not None, "a server can be dropped only after the first publish"
+    def _rejoin(self, server: Server, published: "Published") -> ProbeReply:
+        """Bring a server to published weights; in a thread. Returns what the server computes."""
         if self.world.rank:
             self.dialect.check_alive(server.client)
             if self.dialect.weights_name(server.client) != published.name:
@@ -769,20 +771,22 @@ class Fleet(JobEngine):
             self._accept(server, self.dialect.facts(server.client, CONTACT_SECONDS))
             if self.dialect.weights_name(server.client) != published.name:
                 self._load_folder(server, published)
-        return published.version, self._ask_probe(server, sample=False)
+        return self._ask_probe(server, sample=False)
 
-    def _take_rejoin(self, server: Server, result: Any) -> None:
+    def _take_rejoin(self, server: Server, published: "Published", result: Any) -> None:
+        assert self._folders is not None
+        self._folders.release(published.folder)
         server.checking = False
         now = self.transport.now()
         if isinstance(result, ServerError | InputError | OSError):
             problem = str(result)
         elif isinstance(result, Exception):
             raise result
-        elif result[0] != self.version:
+        elif published is not self._published:
             server.next_check = now  # there are newer weights meanwhile
             return
         else:
-            problem = self._judge(server, result[1], None) or ""
+            problem = self._judge(server, result, None) or ""
             server.reloads = server.reloads and not (problem and server.started is not None)
         if not problem:
             server.state, server.checks, server.problem = State.UP, 0, ""
