@@ -638,6 +638,10 @@ class Fleet(JobEngine):
 
     def _retry(self, ticket: Ticket, server: Server, error: ServerError) -> None:
         """Send a request again after a pause, or end the run if that does not help."""
+        now = self.transport.now()
+        if isinstance(error, BusyError):
+            self._wait_for_busy(ticket, server, error, now)
+            return
         ticket.failures += 1
         if isinstance(error, RefusedError):
             where = f"{server.client.url}, rollouts.engine = {self.dialect.name!r}"
@@ -651,8 +655,25 @@ class Fleet(JobEngine):
                 )
             )
             return
-        wait = error.seconds if isinstance(error, BusyError) else min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.failures)
-        ticket.not_before = self.transport.now() + wait * self._random.uniform(0.5, 1.5)
+        self._send_later(ticket, min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.failures), now)
+
+    def _wait_for_busy(self, ticket: Ticket, server: Server, error: BusyError, now: float) -> None:
+        """Send a request again when a server has less to do. It has not failed: others may use it for minutes."""
+        ticket.busy_since = now if ticket.busy_since is None else ticket.busy_since
+        ticket.refusals += 1
+        busy = now - ticket.busy_since
+        if busy > self.settings.pause_seconds:
+            self._fail(
+                InputError(
+                    f"expected a response from one of {len(self.servers)} servers, got that they are busy for {busy:.0f} s"
+                    f" (rollouts.servers.pause_seconds); the last, at {server.client.url}: {error}"
+                )
+            )
+            return
+        self._send_later(ticket, max(error.seconds, min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(ticket.refusals, 20))), now)
+
+    def _send_later(self, ticket: Ticket, wait: float, now: float) -> None:
+        ticket.not_before = now + wait * self._random.uniform(0.5, 1.5)
         self._pending.append(ticket)
 
     # Servers that fail and come back
