@@ -105,6 +105,17 @@ def test_a_server_that_restarts_comes_back_with_the_current_weights() -> None:
         assert fleet.servers[0].state is State.UP and plans is not None
 
 
+def test_a_server_that_does_not_say_that_it_is_alive_is_given_no_weights() -> None:
+    """A publish waits for all servers, and loading may take minutes."""
+    with two_servers() as (fleet, policy, _, plans):
+        fleet.publish(policy.model.named_parameters(), 1)
+        plans[0].requests.clear()
+        plans[0].add("status", status=503, path="/health")
+        fleet.publish(policy.model.named_parameters(), 2)
+        assert fleet.servers[0].state is State.DOWN and [path for path, _ in plans[0].requests] == ["/health"]
+        assert_right(fleet, policy, requests(3))
+
+
 def test_steps_that_go_on_while_a_server_comes_back_leave_it_the_weights_that_it_reads() -> None:
     """It may take minutes to start and load, and every step writes a folder and deletes an older one."""
     with two_servers() as (fleet, policy, _, plans):
