@@ -1,5 +1,6 @@
 """A fleet over `legato serve` with faults: each is a retry, a drop or one clear error, and is counted."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from legato.errors import InputError
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.sampling import Sampling
-from legato.rollouts.servers.fleet import Fleet
+from legato.rollouts.servers.errors import ServerError
+from legato.rollouts.servers.fleet import FAILURES, Fleet
 from legato.rollouts.servers.member import State
 from tests.fleet.serving import two_servers
 from tests.serve.running import chat_policy, make_served, plain_engine
@@ -52,9 +54,22 @@ def test_passing_faults_cost_a_retry_and_no_response() -> None:
             counted = fleet.metrics()
             assert counted["servers/retries"] == (0 if kind in ("slow", "twice") else 1), kind
             assert counted["servers/drops"] == 0, kind
-        plans[0].add("status", status=429, headers={"retry-after": "0.1"})
-        assert_right(fleet, policy, requests(6))
-        assert fleet.servers[0].strikes == 0, "a busy server has not failed"
+
+
+def test_a_busy_server_has_not_failed() -> None:
+    """Others may use it for minutes. Only after `pause_seconds` is that an error."""
+    with two_servers(pause_seconds=60.0) as (fleet, policy, _, plans):
+        fleet.publish(policy.model.named_parameters(), 1)
+        for plan in plans:
+            plan.add("status", status=429, headers={"retry-after": "0.01"}, times=14)
+        assert_right(fleet, policy, requests(1, each=1))
+        assert sum(len(plan.done) for plan in plans) > FAILURES
+        assert [server.strikes for server in fleet.servers] == [0, 0] and fleet.metrics()["servers/drops"] == 0
+        fleet.settings = replace(fleet.settings, pause_seconds=0.2)
+        for plan in plans:
+            plan.add("status", status=429, headers={"retry-after": "0.01"}, times=10**6)
+        with pytest.raises(InputError, match=r"got that they are busy for \d+ s .*: a fault of the plan"):
+            fleet.generate(requests(1, each=1, salt=1), SAMPLING, LIMITS)
 
 
 def test_a_server_that_always_fails_is_dropped_and_taken_back() -> None:
@@ -88,6 +103,48 @@ def test_a_server_that_restarts_comes_back_with_the_current_weights() -> None:
             if fleet.servers[0].counts.rejoins:
                 break
         assert fleet.servers[0].state is State.UP and plans is not None
+
+
+def test_a_server_that_does_not_say_that_it_is_alive_is_given_no_weights() -> None:
+    """A publish waits for all servers, and loading may take minutes."""
+    with two_servers() as (fleet, policy, _, plans):
+        fleet.publish(policy.model.named_parameters(), 1)
+        plans[0].requests.clear()
+        plans[0].add("status", status=503, path="/health")
+        fleet.publish(policy.model.named_parameters(), 2)
+        assert fleet.servers[0].state is State.DOWN and [path for path, _ in plans[0].requests] == ["/health"]
+        assert_right(fleet, policy, requests(3))
+
+
+def test_steps_that_go_on_while_a_server_comes_back_leave_it_the_weights_that_it_reads() -> None:
+    """It may take minutes to start and load, and every step writes a folder and deletes an older one."""
+    with two_servers() as (fleet, policy, _, plans):
+        problems: list[str] = []
+        load = fleet.dialect.load
+
+        def load_and_note(*words: Any, **options: Any) -> None:
+            try:
+                load(*words, **options)
+            except ServerError as error:
+                problems.append(str(error))
+                raise
+
+        fleet.dialect.load = load_and_note  # type: ignore[method-assign]
+        fleet.publish(policy.model.named_parameters(), 1)
+        plans[0].add("status", path="/pause")
+        fleet.publish(policy.model.named_parameters(), 2)
+        assert fleet.servers[0].state is State.DOWN and len(problems) == 1
+        plans[0].add("slow", seconds=1.5, path="/pause")
+        fleet.servers[0].next_check = 0.0
+        fleet.generate(requests(1), SAMPLING, LIMITS)
+        assert fleet.servers[0].checking
+        for version in (3, 4, 5):
+            fleet.publish(policy.model.named_parameters(), version)
+        for _ in range(200):
+            fleet.generate(requests(2), SAMPLING, LIMITS)
+            if fleet.servers[0].state is State.UP:
+                break
+        assert fleet.servers[0].version == 5 and len(problems) == 1, problems
 
 
 @pytest.mark.parametrize(

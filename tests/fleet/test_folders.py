@@ -80,3 +80,18 @@ def test_float64_is_published_in_float32_and_old_folders_are_deleted(tmp_path: P
         folder = folders.write(policy.model.named_parameters(), version)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-2", "version-3"]
+
+
+def test_a_folder_that_a_server_reads_is_kept_until_it_has_read_it(tmp_path: Path) -> None:
+    policy = policy_of()
+    folders = WeightFolders(policy, tmp_path, untied=False)
+    folders.hold(folders.write(policy.model.named_parameters(), 0))
+    folders.hold(tmp_path / "version-0")
+    for version in range(1, 4):
+        folders.write(policy.model.named_parameters(), version)
+        if version == 2:
+            folders.release(tmp_path / "version-0")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-0", "version-2", "version-3"]
+    folders.release(tmp_path / "version-0")
+    folders.write(policy.model.named_parameters(), 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-3", "version-4"]

@@ -19,7 +19,7 @@ from legato.rollouts.servers.dialect import Ask
 from legato.rollouts.servers.dialects.base import Dialect, Reading, ServerFacts
 from legato.rollouts.servers.errors import BadReplyError, BusyError, FailedError, ServerError, UnreachableError
 from legato.rollouts.servers.fleet import Fleet, NoServersError
-from legato.rollouts.servers.member import Attempt
+from legato.rollouts.servers.member import Attempt, State
 from legato.rollouts.servers.probe import Probe, ProbeReply
 from legato.rollouts.servers.settings import ServerSettings
 
@@ -31,6 +31,8 @@ class Fake:
     """A server that exists in this test only."""
 
     alive: bool = True
+    hangs: bool = False
+    """Whether it takes requests and answers none."""
     name: str = "default"
     weights: int = -1
     """The version whose weights it really has."""
@@ -54,6 +56,10 @@ class World:
 
     def send(self, key: Any, work: Callable[[], Any]) -> None:
         result = self._run(work)
+        if isinstance(key, Attempt) and self.fakes[key.server.client.url].hangs:
+            self.sent += 1
+            heapq.heappush(self.events, (self.time + 600.0, self.sent, key, UnreachableError("no answer in time")))
+            return
         self._deliver(key, result)
         if self._chance(0.5) and isinstance(key, Attempt):
             self._deliver(key, result)  # the network repeats it
@@ -104,8 +110,8 @@ class World:
 
     def fake(self, client: Any) -> Fake:
         fake = self.fakes[client.url]
-        if not fake.alive:
-            raise UnreachableError("connection refused")
+        if not fake.alive or fake.hangs:
+            raise UnreachableError("connection refused" if not fake.alive else "no answer in time")
         if self._chance(0.2):
             faults: list[ServerError] = [
                 FailedError(500, "a fault"),
@@ -157,6 +163,9 @@ class FakeDialect(Dialect):
             raise UnreachableError("it died while it loaded")
         fake.weights, fake.name = int(folder.name), name
 
+    def rename(self, client: Any, name: str, seconds: float) -> None:
+        self.world.fake(client).name = name
+
 
 class FakeProbe(Probe):
     """Compares the version that a server really has."""
@@ -184,6 +193,12 @@ class FakeFolders:
 
     def write(self, weights: Any, version: int, *, adapters: bool = False) -> Path:
         return self.path_of(version, adapters=adapters)
+
+    def hold(self, folder: Path) -> None:
+        pass
+
+    def release(self, folder: Path) -> None:
+        pass
 
 
 class FakeFleet(Fleet):
@@ -281,6 +296,43 @@ def test_a_server_with_other_weights_is_dropped_and_comes_back_with_the_right_on
         fleet.generate(batch[:1], Sampling(), LIMITS)
         world.time += 1.0
     assert first.weights == 0 and any("weights that this run did not name" in text for text in said)
+
+
+def test_a_server_that_hangs_is_dropped_long_before_its_requests_end() -> None:
+    world, said = World(1, 2, faults=0.0), list[str]()
+    fleet = make_fleet(world, said)
+    batch = [Request(prompt=torch.tensor([number, 2]), seeds=(number,)) for number in range(12)]
+    next(iter(world.fakes.values())).hangs = True
+    rows = fleet.generate(batch, Sampling(), LIMITS)
+    assert [int(row[0].tokens[1]) for row in rows] == list(range(12)) and world.time < 60
+    assert fleet.servers[0].state is State.DOWN and fleet.metrics()["servers/drops"] == 1
+
+
+def test_a_server_of_the_run_that_hangs_is_started_again() -> None:
+    world, said = World(1, 2, faults=0.0), list[str]()
+    fleet = make_fleet(world, said)
+    fake = next(iter(world.fakes.values()))
+
+    class Process:
+        alive, starts = True, 0
+
+        def start(self, folder: Path) -> None:
+            self.starts += 1
+            fake.hangs, fake.weights = False, int(folder.name)
+
+        def wait_until_ready(self, *_: Any) -> None:
+            pass
+
+    process = Process()
+    fleet.servers[0].started = process  # type: ignore[assignment]
+    fake.hangs = True
+    batch = [Request(prompt=torch.tensor([number, 2]), seeds=(number,)) for number in range(12)]
+    fleet.generate(batch, Sampling(), LIMITS)
+    for _ in range(60):
+        fleet.generate(batch[:1], Sampling(), LIMITS)
+        fleet.publish((), fleet.version + 1)  # steps go on while it starts
+        world.time += 1.0
+    assert fleet.servers[0].state is State.UP and process.starts == 1
 
 
 def test_a_group_goes_to_one_server_and_load_is_spread() -> None:

@@ -11,7 +11,7 @@ from legato.errors import InputError
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.servers.dialect import PATH, Ask, read_reply, read_versions, version_number
-from legato.rollouts.servers.engine import ServerEngine, ask_model
+from legato.rollouts.servers.engine import ATTEMPTS, ServerEngine, ask_model
 from legato.rollouts.servers.errors import (
     BadReplyError,
     BusyError,
@@ -154,9 +154,15 @@ def test_a_busy_server_is_asked_again_when_it_says(faulty: RunningServer, plan: 
         faulty.client().get("/v1/models", seconds=5.0)
     assert busy.value.seconds == 0.2
     engine = engine_for(faulty, threads=1)
-    plan.add("status", status=429, headers={"retry-after": "0.1"}, times=2)
+    plan.add("status", status=429, headers={"retry-after": "0.1"}, times=2 * ATTEMPTS)
     assert_right(faulty, engine, requests(1, each=1))
-    assert engine.retries == 2
+    assert engine.retries == 2 * ATTEMPTS, "a busy server has not failed"
+    plan.add("status", status=429, headers={"retry-after": "0.1"}, times=1000)
+    try:
+        with pytest.raises(InputError, match="gave no response: a fault of the plan"):
+            engine_for(faulty, threads=1, seconds=0.2).generate(requests(1, each=1), SAMPLING, LIMITS)
+    finally:
+        plan.faults.clear()
 
 
 def test_a_server_that_never_answers_is_an_error_that_says_so(faulty: RunningServer, plan: FaultPlan) -> None:

@@ -66,3 +66,11 @@ def test_servers_and_ages_are_told_apart() -> None:
         assert metrics[key] == pytest.approx(0, abs=1e-9)
     assert metrics["mismatch/lag_1/clipped"] == 1.0 and metrics["mismatch/server/a/clipped"] == 0.0
     assert metrics["mismatch/clipped"] == 0.5
+    assert metrics["mismatch/server_ratio"] == pytest.approx(k3 / 1e-3, rel=1e-4)
+    alone = [replace(group, members=tuple(_at_server(each, "a") for each in group.members)) for group in groups]
+    of_one = staleness(this.algorithm, score_groups(this.policy, alone, 60), alone, 1, this.state)
+    assert "mismatch/server/a/k3" in of_one and "mismatch/server_ratio" not in of_one
+
+
+def _at_server(member: Any, server: str) -> Any:
+    return replace(member, rollout=replace(member.rollout, server=server))

@@ -19,6 +19,8 @@ from legato.training.tables import Tables
 _LIMIT = 20.0
 MOST_AGES = 8
 """Figures are recorded for so many ages and servers at most."""
+LEAST_K3 = 1e-3
+"""Servers are compared with no less than this: smaller gaps are rounding, and harm nothing."""
 
 
 def staleness(algorithm: Algorithm, tables: Tables, groups: Sequence[Group], version: int, state: State) -> dict[str, float]:
@@ -44,10 +46,17 @@ def staleness(algorithm: Algorithm, tables: Tables, groups: Sequence[Group], ver
     # A rollout whose chat template broke it apart has several rows.
     members = [member.rollout for group in groups for member in group.members]
     servers = [rollout.server for rollout in members for _ in rollout.rows]
-    for server in sorted({each for each in servers if each is not None})[:MOST_AGES]:
-        rows = scored & torch.tensor([each == server for each in servers])
-        if bool(rows.any()):
-            metrics |= gap.measure(rows, f"mismatch/server/{server}")
+    rows_of = {
+        server: rows
+        for server in sorted({each for each in servers if each is not None})
+        if bool((rows := scored & torch.tensor([each == server for each in servers])).any())
+    }
+    for server in list(rows_of)[:MOST_AGES]:
+        metrics |= gap.measure(rows_of[server], f"mismatch/server/{server}")
+    if len(rows_of) > 1:
+        everyone = torch.stack(list(rows_of.values())).any(0)
+        ratios = [gap.k3(rows) / max(gap.k3(everyone & ~rows), LEAST_K3) for rows in rows_of.values()]
+        metrics["mismatch/server_ratio"] = max(ratios)
     return metrics
 
 
@@ -65,11 +74,15 @@ class _Gap:
         """Without truncation, as the anchor would have it."""
         self.behaviour_gap = self.gap if kept is None else torch.where(self.tokens, self.gap + kept.double(), 0.0)
 
+    def k3(self, rows: Tensor) -> float:
+        """The estimate k3 of the KL of some rows."""
+        limited = self.behaviour_gap[rows].clamp(-_LIMIT, _LIMIT)
+        return float((torch.expm1(limited) - limited)[self.tokens[rows]].mean())
+
     def measure(self, rows: Tensor, prefix: str) -> dict[str, float]:
-        """The estimate k3 of the KL of some rows, and the share of them outside the band for the gap alone."""
+        """k3 of some rows, and the share of them outside the band for the gap alone."""
         mask = Mask(self.tokens[rows], torch.float64)
         gap = self.gap[rows]
-        limited = self.behaviour_gap[rows].clamp(-_LIMIT, _LIMIT)
-        metrics = {f"{prefix}/k3": float((torch.expm1(limited) - limited)[mask.tokens].mean())}
+        metrics = {f"{prefix}/k3": self.k3(rows)}
         clipped = measure_gap(self.algorithm, mask, self.turn[rows], gap, self.state).clipped
         return metrics if clipped is None else {**metrics, f"{prefix}/clipped": clipped}

@@ -23,6 +23,7 @@ RUN_METRICS: tuple[Metric, ...] = (
     Metric("mismatch/lag_N/clipped", "mismatch/clipped of the same responses", "[0, 1]", "as above"),
     Metric("mismatch/server/NAME/k3", "mismatch/k3 of the responses that the server NAME sampled", ">= 0", "far above that of the others: this server has other weights or numerics"),
     Metric("mismatch/server/NAME/clipped", "mismatch/clipped of the same responses", "[0, 1]", "as above"),
+    Metric("mismatch/server_ratio", "mismatch/k3 of the responses of one server / that of all others, or 0.001 where that is more; the largest over servers, where there are several", ">= 0", "above 4 in most steps: one server has other weights, numerics or older responses"),
     Metric("prompts/too_long", "problems left out because of policy.max_prompt_tokens", ">= 0", "many: the limit is too low"),
     Metric("tokens/response", "response tokens sampled", ">= 0", "-"),
     Metric("tokens/per_second", "response tokens / seconds of the whole step", ">= 0", "falling: see the times"),

@@ -74,6 +74,7 @@ TITLES = {
     "mismatch/k3": "Sampler against trainer (KL)",
     "mismatch/max": "Largest gap between sampler and trainer",
     "mismatch/sequence_log": "Gap between sampler and trainer, by response",
+    "mismatch/server_ratio": "Farthest server against the others (KL)",
     "noise/engine_clipped": "Noise floor, engine: clipped before any update",
     "noise/engine_max": "Noise floor, engine: largest",
     "noise/engine_ratio": "Noise floor, engine: ratio",

@@ -137,15 +137,21 @@ class ServerEngine(JobEngine):
         self._answers.put((job.handle, place, answer))
 
     def _ask(self, ask: Ask) -> Response:
-        """The response, after as many attempts as it takes; ServerError after the last."""
-        for attempt in range(ATTEMPTS):
+        """The response, after as many attempts as it takes; ServerError after the last. A busy server has not failed."""
+        deadline = time.monotonic() + self.seconds
+        attempt = 0
+        while True:
             try:
                 reply = self.client.post(PATH, ask.body(), seconds=self.seconds)
                 return read_reply(reply, ask, self.tokenizer, self.vocabulary)
-            except ServerError as error:
-                if not error.retry or attempt == ATTEMPTS - 1:
+            except BusyError as error:
+                if time.monotonic() > deadline or not self._started:  # closed meanwhile
                     raise
-                self.retries += 1
-                wait = error.seconds if isinstance(error, BusyError) else 0.2 * 2**attempt
-                time.sleep(wait * self._jitter.uniform(0.5, 1.5))
-        raise AssertionError("the last attempt returns or raises")
+                wait = error.seconds
+            except ServerError as error:
+                attempt += 1
+                if not error.retry or attempt == ATTEMPTS:
+                    raise
+                wait = 0.1 * 2**attempt
+            self.retries += 1
+            time.sleep(wait * self._jitter.uniform(0.5, 1.5))

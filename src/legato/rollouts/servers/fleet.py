@@ -5,10 +5,10 @@
     fleet.submit(...); fleet.poll()                  one request a seed; each is answered once
 
 Every response is asked for with its own seed, token ids in and out. A request that fails is sent again, after a pause, to
-another server where there is one; the first answer counts and a later one is dropped. A server that fails twice is asked
-whether it is alive; one that is not is dropped, its requests go to the others, and it is looked at again and again until it
-answers and has the weights of the current version. With fewer servers than the quorum the run pauses, says so, and ends
-after `pause_seconds` with its state saved.
+another server where there is one; the first answer counts and a later one is dropped. A server that fails is asked
+whether it is alive, and so is every server now and then; one that is not is dropped, its requests go to the others, and it
+is looked at again and again until it answers and has the weights of the current version. With fewer servers than the quorum
+the run pauses, says so, and ends after `pause_seconds` with its state saved.
 
 What blocks runs in threads (`transport.py`); all state is changed by the callers of `submit`, `poll` and `publish`, which
 may be different threads.
@@ -75,9 +75,9 @@ FIRST_WAIT, LONGEST_WAIT = 0.1, 10.0
 FIRST_CHECK, LONGEST_CHECK = 0.5, 30.0
 """Seconds before a dropped server is looked at again; doubled each time."""
 RESTARTS = 3
-"""Restarts of a server of the run's own that may fail in a row."""
+"""Attempts to bring back a server of the run's own that may fail in a row. All but the first restart it."""
 LOOK_SECONDS = 5.0
-"""How often rank 0 looks at the servers while it has nothing to sample and other ranks do."""
+"""How often servers are asked whether they are alive: one that hangs would else be noticed after `request_seconds`."""
 SAY_SECONDS = 60.0
 """How often a pause is told again."""
 WAKE_SECONDS = 0.5
@@ -149,6 +149,7 @@ class Fleet(JobEngine):
         self._adapters = False
         self._own_folder: Path | None = None
         self._failure: Exception | None = None
+        self._next_look = 0.0
         self._paused_since: float | None = None
         self._said_at = 0.0
         self._paused_seconds = 0.0
@@ -410,6 +411,8 @@ class Fleet(JobEngine):
         """Load the current weights into a server and ask what it computes; in a thread."""
         assert self._published is not None
         if server.reloads:
+            # One that hangs would hold up the run, and a signal to it, for `publish_seconds`.
+            self.dialect.check_alive(server.client)
             self._load_folder(server, self._published)
         else:
             self._restart(server, self._published)
@@ -600,7 +603,7 @@ class Fleet(JobEngine):
         elif key[0] == "look":
             self._take_look(key[1], key[2], key[3], result)
         else:
-            self._take_rejoin(key[1], result)
+            self._take_rejoin(key[1], key[2], result)
 
     def _take_answer(self, attempt: Attempt, result: Any) -> None:
         server, ticket = attempt.server, attempt.ticket
@@ -638,6 +641,10 @@ class Fleet(JobEngine):
 
     def _retry(self, ticket: Ticket, server: Server, error: ServerError) -> None:
         """Send a request again after a pause, or end the run if that does not help."""
+        now = self.transport.now()
+        if isinstance(error, BusyError):
+            self._wait_for_busy(ticket, server, error, now)
+            return
         ticket.failures += 1
         if isinstance(error, RefusedError):
             where = f"{server.client.url}, rollouts.engine = {self.dialect.name!r}"
@@ -651,8 +658,25 @@ class Fleet(JobEngine):
                 )
             )
             return
-        wait = error.seconds if isinstance(error, BusyError) else min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.failures)
-        ticket.not_before = self.transport.now() + wait * self._random.uniform(0.5, 1.5)
+        self._send_later(ticket, min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.failures), now)
+
+    def _wait_for_busy(self, ticket: Ticket, server: Server, error: BusyError, now: float) -> None:
+        """Send a request again when a server has less to do. It has not failed: others may use it for minutes."""
+        ticket.busy_since = now if ticket.busy_since is None else ticket.busy_since
+        ticket.refusals += 1
+        busy = now - ticket.busy_since
+        if busy > self.settings.pause_seconds:
+            self._fail(
+                InputError(
+                    f"expected a response from one of {len(self.servers)} servers, got that they are busy for {busy:.0f} s"
+                    f" (rollouts.servers.pause_seconds); the last, at {server.client.url}: {error}"
+                )
+            )
+            return
+        self._send_later(ticket, max(error.seconds, min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(ticket.refusals, 20))), now)
+
+    def _send_later(self, ticket: Ticket, wait: float, now: float) -> None:
+        ticket.not_before = now + wait * self._random.uniform(0.5, 1.5)
         self._pending.append(ticket)
 
     # Servers that fail and come back
@@ -667,7 +691,12 @@ class Fleet(JobEngine):
         server.strikes += 1
         if server.strikes >= STRIKES or isinstance(error, _WrongVersionError):
             self._drop(server, str(error))
-        elif server.state is State.UP:
+        else:
+            self._suspect(server)
+
+    def _suspect(self, server: Server) -> None:
+        """Send nothing new to a server until it has answered that it is alive."""
+        if server.state is State.UP:
             server.state = State.SUSPECT
             self.transport.send(("check", server, server.life), partial(self.dialect.check_alive, server.client))
 
@@ -708,25 +737,26 @@ class Fleet(JobEngine):
             if died and server.state in (State.UP, State.SUSPECT):
                 assert server.started is not None
                 self._drop(server, f"its process ended: {server.started.describe_log()}")
+            if server.state is State.UP and now >= self._next_look and self._published is not None:
+                key = ("look", server, server.life, self._published)
+                self.transport.send(key, partial(self._look, server, self._published))
             if server.state is State.DOWN and not server.checking and now >= server.next_check:
+                published = self._published
+                assert published is not None and self._folders is not None, "a server is dropped only after a publish"
                 server.checking = True
-                self.transport.send(("rejoin", server), partial(self._rejoin, server))
+                # Steps go on while the server starts and loads.
+                self._folders.hold(published.folder)
+                self.transport.send(("rejoin", server, published), partial(self._rejoin, server, published))
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
 
     def _attend(self) -> None:
         """Look after the servers while this rank has nothing to sample: the others may be waiting for one to come back."""
-        next_look = 0.0
         while not self._closed.wait(WAKE_SECONDS):
             with self._lock:
                 if self._closed.is_set() or self._published is None or self.jobs:
                     continue
-                now = self.transport.now()
-                self._watch_servers(now)
-                if now >= next_look:
-                    next_look = now + LOOK_SECONDS
-                    for server in self.servers:
-                        if server.state is State.UP:
-                            key = ("look", server, server.life, self._published)
-                            self.transport.send(key, partial(self._look, server))
+                self._watch_servers(self.transport.now())
             results = self.transport.wait(0.0)
             with self._lock:
                 for key, result in results:
@@ -735,54 +765,59 @@ class Fleet(JobEngine):
                     except Exception as error:  # told by the next call of this rank
                         self._fail(error)
 
-    def _look(self, server: Server) -> str | None:
+    def _look(self, server: Server, published: "Published") -> str | None:
         """The name of the weights that a server has; in a thread."""
         try:
+            if self.world.rank:  # rank 0 may be a publish ahead
+                self.dialect.check_alive(server.client)
+                return published.name
             return self.dialect.weights_name(server.client)
         finally:
             if self._closed.is_set():
                 server.client.release()  # it may have been opened after `close` had closed all
 
     def _take_look(self, server: Server, life: int, published: "Published", result: Any) -> None:
-        """Drop a server that does not answer, or that has other weights than those that were published last."""
+        """Suspect a server that does not answer; drop one that has other weights than those that were published last."""
         if server.life != life or server.state is not State.UP or published is not self._published:
             return
         if isinstance(result, ServerError):
-            self._drop(server, str(result))
+            self._suspect(server)
         elif isinstance(result, Exception):
             raise result
         elif result != published.name:
             self._drop(server, "it has other weights")
 
-    def _rejoin(self, server: Server) -> tuple[int, ProbeReply]:
-        """Bring a server to the current weights; in a thread. Returns the version and what the server computes."""
-        published = self._published
-        assert published is not None, "a server can be dropped only after the first publish"
+    def _rejoin(self, server: Server, published: "Published") -> ProbeReply:
+        """Bring a server to published weights; in a thread. Returns what the server computes."""
         if self.world.rank:
             self.dialect.check_alive(server.client)
             if self.dialect.weights_name(server.client) != published.name:
                 raise ServerError("rank 0 has not brought it to the current weights yet")
-        elif server.started is not None and (not server.started.alive or not server.reloads):
+        elif server.started is not None and (not server.started.alive or not server.reloads or server.checks):
+            # It ended, keeps old weights, or hangs: it could not be brought back as it is.
             self._restart(server, published)
         else:
             self.dialect.check_alive(server.client)
             self._accept(server, self.dialect.facts(server.client, CONTACT_SECONDS))
             if self.dialect.weights_name(server.client) != published.name:
                 self._load_folder(server, published)
-        return published.version, self._ask_probe(server, sample=False)
+        return self._ask_probe(server, sample=False)
 
-    def _take_rejoin(self, server: Server, result: Any) -> None:
+    def _take_rejoin(self, server: Server, published: "Published", result: Any) -> None:
+        assert self._folders is not None
+        self._folders.release(published.folder)
         server.checking = False
         now = self.transport.now()
         if isinstance(result, ServerError | InputError | OSError):
             problem = str(result)
         elif isinstance(result, Exception):
             raise result
-        elif result[0] != self.version:
-            server.next_check = now  # there are newer weights meanwhile
+        elif published is not self._published:
+            # It answers, and there are newer weights meanwhile.
+            server.next_check, server.checks = now, 0
             return
         else:
-            problem = self._judge(server, result[1], None) or ""
+            problem = self._judge(server, result, None) or ""
             server.reloads = server.reloads and not (problem and server.started is not None)
         if not problem:
             server.state, server.checks, server.problem = State.UP, 0, ""
@@ -795,7 +830,7 @@ class Fleet(JobEngine):
         server.problem, server.checks = problem, server.checks + 1
         if server.started is not None and server.checks >= RESTARTS:
             server.state = State.GONE
-            self._say(f"{server.client.url} is given up after {RESTARTS} restarts: {shorten(problem, 400)}")
+            self._say(f"{server.client.url} is given up after {RESTARTS} attempts to bring it back: {shorten(problem, 400)}")
         wait = min(LONGEST_CHECK, FIRST_CHECK * 2**server.checks)
         server.next_check = now + wait * self._random.uniform(0.5, 1.5)
 

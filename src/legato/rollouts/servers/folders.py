@@ -6,6 +6,7 @@ LoRA a folder holds the adapters, as peft saves them, or weights into which they
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from legato.policy.policy import Policy
 
 KEPT = 2
-"""Folders that are kept: a server that comes back may still read the one before the newest."""
+"""Folders that are kept beside those that a server reads (`hold`)."""
 
 
 class WeightFolders:
@@ -30,6 +31,16 @@ class WeightFolders:
         self.tied = bool(getattr(self._base.config, "tie_word_embeddings", False))
         self.untied = untied and self.tied
         self.dtype = _served_dtype(self._base.get_input_embeddings().weight.dtype)
+        self._readers: Counter[Path] = Counter()
+        """How many servers read a folder that may be an old one by now."""
+
+    def hold(self, folder: Path) -> None:
+        """Keep a folder until as many calls of `release`: a server may start from it for minutes, while steps go on."""
+        self._readers[folder] += 1
+
+    def release(self, folder: Path) -> None:
+        """A server has read a folder. It is deleted with the next one that is written."""
+        self._readers[folder] -= 1
 
     def path_of(self, version: int, *, adapters: bool = False) -> Path:
         """Where the weights of a version are written."""
@@ -91,6 +102,7 @@ class WeightFolders:
 
     def _prune(self, newest: Path) -> None:
         folders = [path for path in self.root.glob("version-*") if path.is_dir() and path != newest]
+        folders = [path for path in folders if self._readers[path] <= 0]
         for path in sorted(folders, key=lambda path: path.stat().st_mtime)[: -(KEPT - 1) or None]:
             shutil.rmtree(path, ignore_errors=True)
 

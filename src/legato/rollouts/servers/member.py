@@ -34,6 +34,10 @@ class Ticket:
     version: int
     """The version of the policy when it was asked for: no token may be older."""
     failures: int = 0
+    refusals: int = 0
+    """How often a server was too busy for it."""
+    busy_since: float | None = None
+    """When the first server was."""
     not_before: float = 0.0
     done: bool = False
 
