@@ -116,6 +116,19 @@ def test_a_server_that_does_not_say_that_it_is_alive_is_given_no_weights() -> No
         assert_right(fleet, policy, requests(3))
 
 
+def test_a_server_that_failed_to_go_on_after_a_publish_is_not_left_paused() -> None:
+    with two_servers() as (fleet, policy, started, plans):
+        fleet.publish(policy.model.named_parameters(), 1)
+        plans[0].add("status", status=503, path="/resume")
+        fleet.publish(policy.model.named_parameters(), 2)
+        assert fleet.servers[0].state is State.DOWN and started[0].served.thread.mode == "paused"
+        for _ in range(200):
+            assert_right(fleet, policy, requests(8))
+            if fleet.servers[0].counts.rejoins:
+                break
+        assert fleet.servers[0].state is State.UP and started[0].served.thread.mode == "running"
+
+
 def test_steps_that_go_on_while_a_server_comes_back_leave_it_the_weights_that_it_reads() -> None:
     """It may take minutes to start and load, and every step writes a folder and deletes an older one."""
     with two_servers() as (fleet, policy, _, plans):

@@ -163,6 +163,9 @@ class FakeDialect(Dialect):
             raise UnreachableError("it died while it loaded")
         fake.weights, fake.name = int(folder.name), name
 
+    def resume(self, client: Any, seconds: float = 1.0) -> None:
+        self.world.fake(client)
+
     def rename(self, client: Any, name: str, seconds: float) -> None:
         self.world.fake(client).name = name
 

@@ -801,6 +801,8 @@ class Fleet(JobEngine):
             self._accept(server, self.dialect.facts(server.client, CONTACT_SECONDS))
             if self.dialect.weights_name(server.client) != published.name:
                 self._load_folder(server, published)
+            else:
+                self.dialect.resume(server.client)  # it may have failed between naming the weights and going on
         return self._ask_probe(server, sample=False)
 
     def _take_rejoin(self, server: Server, published: "Published", result: Any) -> None:

@@ -93,6 +93,10 @@ class Dialect:
         """Make the server sample from the weights of a folder, under a name. Requests in flight go on with them."""
         raise NotImplementedError
 
+    def resume(self, client: HttpClient, seconds: float = CHECK_SECONDS) -> None:
+        """Let a server go on that a load has paused; nothing happens to one that is not paused."""
+        raise NotImplementedError
+
     def rename(self, client: HttpClient, name: str, seconds: float) -> None:
         """Name the weights that sample now."""
         raise NotImplementedError

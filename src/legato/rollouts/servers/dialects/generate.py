@@ -42,8 +42,11 @@ class GenerateDialect(Dialect):
             self.rename(client, name, seconds)
         except ServerError:
             # A server that stays paused would answer nobody.
-            client.tell("POST", "/resume", seconds=CHECK_SECONDS)
+            self.resume(client)
             raise
+        self.resume(client, seconds)
+
+    def resume(self, client: HttpClient, seconds: float = CHECK_SECONDS) -> None:
         client.tell("POST", "/resume", seconds=seconds)
 
     def load_paused(self, client: HttpClient, folder: Path, adapters: bool, seconds: float) -> None:

@@ -126,8 +126,11 @@ class Sglang(Dialect):
                 raise FailedError(200, f"weights were not loaded: {str(reply.get('message'))[:300]}")
         except ServerError:
             # A server that stays paused would answer nobody.
-            client.tell("POST", "/continue_generation", {}, seconds=CHECK_SECONDS)
+            self.resume(client)
             raise
+        self.resume(client, seconds)
+
+    def resume(self, client: HttpClient, seconds: float = CHECK_SECONDS) -> None:
         client.tell("POST", "/continue_generation", {}, seconds=seconds)
 
     def rename(self, client: HttpClient, name: str, seconds: float) -> None:
