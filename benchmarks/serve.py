@@ -2,6 +2,7 @@
 
     python -m benchmarks.serve                                      # 256 clients, tiny model on this machine
     python -m benchmarks.serve --shape 0.6B --tokens 256 --prompt 256    # a Qwen3 shape with random weights, for a GPU
+    python -m benchmarks.serve --shape waiting --tokens 256 --prompt 256 --requests 3    # an engine that only waits as long
     python -m benchmarks.serve --clients 16 --requests 2 --quick    # a trial; nothing is stored
 
 The same requests (token ids, a seed each, log-probs wanted, no end token) are answered three ways, several times in turn:
@@ -225,6 +226,15 @@ def make_policy(shape: str) -> Any:
     return Policy(model=model.eval(), tokenizer=_Numbers(), name=shape)
 
 
+def make_policy_and_engine(shape: str, rows: int) -> tuple[Any, Any]:
+    """A policy and the engine for it on this machine; "waiting": an engine that computes nothing."""
+    from benchmarks.waiting import WaitingEngine
+    from legato.rollouts.local.select import local_engine
+
+    policy = make_policy("17M" if shape == "waiting" else shape)
+    return policy, WaitingEngine(rows) if shape == "waiting" else local_engine(policy, rows)
+
+
 @contextlib.contextmanager
 def serving(policy: Any, engine: Any, load: Load) -> Iterator[str]:
     """A server over the engine in a thread of this process, as `legato serve` runs it; yields its address."""
@@ -291,11 +301,8 @@ def measure_direct(engine: Any, load: Load) -> dict[str, Any]:
 
 def measure(shape: str, load: Load, *, rows: int, processes: int, repeats: int) -> dict[str, Any]:
     """All ways in turn, `repeats` times after one round that counts for nothing; medians of tokens per second."""
-    from legato.rollouts.local.select import local_engine
-
-    policy = make_policy(shape)
+    policy, engine = make_policy_and_engine(shape, rows)
     load = Load(**{**asdict(load), "vocabulary": policy.vocabulary})
-    engine = local_engine(policy, rows)
     engine.reserve(load.prompt, load.tokens)
     rounds: dict[str, list[dict[str, Any]]] = {"direct": [], "whole": [], "stream": []}
     for number in range(repeats + 1):
@@ -337,7 +344,7 @@ def describe_device(policy: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--as-clients", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--shape", default="tiny", choices=("tiny", "17M", "0.6B", "1.7B"))
+    parser.add_argument("--shape", default="tiny", choices=("tiny", "17M", "0.6B", "1.7B", "waiting"))
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--requests", type=int, default=4, help="of each client, in the mean")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")

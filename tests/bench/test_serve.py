@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import serve
+from benchmarks.waiting import WaitingEngine
 
 ROOT = Path(__file__).parents[2]
 LOAD = serve.Load(clients=3, requests=2, prompt=5, tokens=8, ragged=True, vocabulary=81)
@@ -34,6 +35,23 @@ def test_clients_get_all_their_tokens() -> None:
             results = serve.run_clients(url, LOAD, 3, numbers, stream)
             os.close(numbers)
             assert results["tokens"] == LOAD.all_tokens and len(results["seconds"]) == len(results["first"]) == 6
+
+
+def test_an_engine_that_only_waits_takes_the_time_of_a_gpu_and_answers_all() -> None:
+    waits: list[float] = []
+    engine = WaitingEngine(256, waits.append)
+    load = serve.Load(clients=256, requests=2, prompt=256, tokens=256, ragged=False, vocabulary=81)
+    assert serve.measure_direct(engine, load)["tokens_per_second"] > 0
+    stored = next(each for each in json.loads(serve.RESULTS.read_text()) if each["shape"] == "0.6B")
+    assert load.all_tokens / sum(waits) == pytest.approx(stored["ways"]["direct"]["tokens_per_second"], rel=0.1)
+    policy, engine = serve.make_policy_and_engine("waiting", 8)
+    engine.wait = waits.append
+    with serve.serving(policy, engine, LOAD) as url:
+        for stream in (False, True):
+            numbers, write = os.pipe()
+            serve._fill(write, LOAD.count)
+            assert serve.run_clients(url, LOAD, 3, numbers, stream)["tokens"] == LOAD.all_tokens
+            os.close(numbers)
 
 
 @pytest.mark.slow

@@ -4,13 +4,20 @@ import asyncio
 import gc
 import json
 import math
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from legato.serve.connections import MOST_BYTES, JoinedWrites
+from legato.rollouts.engine import Limits, Request
+from legato.rollouts.sampling import Sampling
+from legato.rollouts.scripted import ScriptedEngine
+from legato.serve.connections import MOST_BYTES, JoinedWrites, JoiningProtocol
+from legato.serve.engine_thread import DELIVERED_TOGETHER, EngineThread, Failed, Work
+from legato.serve.http import ClientGone, until_gone
 from legato.serve.logprobs import generate_own_logprobs
-from legato.serve.server import COLLECT_EVERY, short_collections
+from legato.serve.server import COLLECT_EVERY, short_collections, uvicorn_config
 
 
 class _Recorded(asyncio.Transport):
@@ -30,6 +37,9 @@ class _Recorded(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return name
+
+    def is_closing(self) -> bool:
+        return self.closed
 
 
 def joined() -> tuple[_Recorded, JoinedWrites]:
@@ -81,3 +91,107 @@ def test_log_probs_are_written_whatever_they_are(odd: float | None) -> None:
     assert [each["logprob"] for each in written] == [each["top_logprobs"][0]["logprob"] for each in written] == expected
     assert [each["token_id"] for each in written] == list(range(len(values)))
     assert json.loads(generate_own_logprobs([], []).text) == {"content": []}
+
+
+def test_an_answer_is_sent_as_soon_as_it_is_complete() -> None:
+    """Before the handlers of other clients, whose turn is in the same round of the loop, write theirs."""
+
+    async def answer() -> list[int]:
+        from uvicorn.server import ServerState
+
+        counts = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"ok"})
+            counts.append(len(recorded.sent))
+
+        config = uvicorn_config(app)
+        config.load()
+        protocol = JoiningProtocol(config, ServerState(), app_state={})
+        recorded = _Recorded()
+        recorded.get_extra_info = lambda name, default=None: default  # type: ignore[method-assign]
+        protocol.connection_made(recorded)
+        protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        await asyncio.gather(*protocol.tasks)
+        protocol.timeout_keep_alive_task.cancel()  # type: ignore[union-attr]
+        return counts
+
+    assert asyncio.run(answer()) == [1], "head and body as one piece, before the handler goes on"
+
+
+def test_the_first_of_many_clients_is_answered_before_the_last_is_told() -> None:
+    """And every client gets its events in order, also those of deliveries that overlap."""
+
+    async def deliver() -> tuple[list[int], list[str]]:
+        thread = EngineThread(ScriptedEngine(lambda prompt, sample: ([3], [-0.5]), str))
+        thread._loop = asyncio.get_running_loop()
+        answered, told = [], []
+        count = 5 * DELIVERED_TOGETHER
+
+        async def handle(number: int, queue: "asyncio.Queue[Any]") -> None:
+            await queue.get()
+            answered.append(len(told))  # how many had been told when this one was answered
+            await queue.get()
+
+        queues: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in range(count)]
+        handlers = [asyncio.create_task(handle(*each)) for each in enumerate(queues)]
+
+        def work(number: int) -> Work:
+            def take(event: Any) -> None:
+                told.append(f"{number} {event.reason}")
+                queues[number].put_nowait(event)
+
+            request = Request(prompt=torch.tensor([5]), seeds=(1,))
+            limits = Limits(max_response_tokens=1, end_tokens=())
+            return Work(request=request, sampling=Sampling(), limits=limits, watched=False, deliver=take)
+
+        works = [work(number) for number in range(count)]
+        for reason in ("first", "second"):
+            thread._deliver([(each, Failed(reason=reason)) for each in works])
+        await asyncio.gather(*handlers)
+        return answered, told
+
+    answered, told = asyncio.run(deliver())
+    assert told == [f"{number} {reason}" for reason in ("first", "second") for number in range(len(answered))]
+    assert answered[0] == DELIVERED_TOGETHER and answered == sorted(answered)
+
+
+def test_work_is_cancelled_when_the_client_is_gone_and_only_then() -> None:
+    ended: list[str] = []
+
+    async def work(seconds: float) -> str:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        return "done"
+
+    async def receive(gone: "asyncio.Event") -> dict[str, str]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def check() -> None:
+        gone = asyncio.Event()
+        assert await until_gone(partial(receive, gone), work(0.0)) == "done"
+        task = asyncio.create_task(until_gone(partial(receive, gone), work(60.0)))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(gone.set)
+        with pytest.raises(ClientGone):
+            await task
+        assert ended == ["cancelled"] and not task.cancelled()
+        # A server that shuts down cancels the handler: that is not a client who has gone.
+        task = asyncio.create_task(until_gone(partial(receive, asyncio.Event()), work(60.0)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended == ["cancelled", "cancelled"]
+        # The task goes on after a client has gone: nothing of the cancellation is left in it.
+        with pytest.raises(ClientGone):
+            await until_gone(partial(receive, gone), work(60.0))
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(check())

@@ -50,3 +50,8 @@ class JoiningProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
+
+    def on_response_complete(self) -> None:
+        # Where many answers are written in one round of the loop, the first client begins its next request meanwhile.
+        self.transport.flush()  # type: ignore[attr-defined]
+        super().on_response_complete()

@@ -12,6 +12,7 @@ import asyncio
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -31,6 +32,10 @@ REPORT_SHARE = 0.25
 answers, new requests and the engine's own thread wait."""
 SLOWEST_REPORT = 1.0
 """The most seconds between two deliveries."""
+DELIVERED_TOGETHER = 16
+"""How many events are delivered before the first of them is answered."""
+ROUNDS_OF_AN_ANSWER = 6
+"""Rounds of the event loop from the delivery of a whole response to its answer."""
 MODES = ("abort", "wait", "keep")
 """What a pause does with requests in flight, in vLLM's words: give them up, wait for them, or hold them until the resume."""
 
@@ -115,6 +120,8 @@ class EngineThread:
         """When tokens of responses that still decode are delivered next."""
         self._reporting = False
         """Whether the event loop has not written the last of them yet."""
+        self._undelivered: deque[tuple[Work, Event]] = deque()
+        """Events in the order in which the engine sent them."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -178,13 +185,30 @@ class EngineThread:
     # In the event loop
 
     def _deliver(self, events: list[tuple[Work, Event]]) -> None:
-        loop, began = self._loop, time.monotonic()
+        idle = not self._undelivered
+        self._undelivered.extend(events)
+        if idle:
+            self._deliver_some(time.monotonic())
+
+    def _deliver_some(self, began: float) -> None:
+        """Deliver the next few events, and the others once those have been answered."""
+        loop = self._loop
         assert loop is not None
-        for work, event in events:
+        for _ in range(min(DELIVERED_TOGETHER, len(self._undelivered))):
+            work, event = self._undelivered.popleft()
             work.deliver(event)
-        if self._reporting:
+        if self._undelivered:
+            self._after_rounds(ROUNDS_OF_AN_ANSWER, self._deliver_some, began)
+        elif self._reporting:
             # Handlers are woken by the next round of the loop and write in the one after it.
-            loop.call_soon(loop.call_soon, self._end_report, began)
+            self._after_rounds(1, self._end_report, began)
+
+    def _after_rounds(self, rounds: int, function: Callable[[float], None], began: float) -> None:
+        assert self._loop is not None
+        if rounds:
+            self._loop.call_soon(self._after_rounds, rounds - 1, function, began)
+        else:
+            function(began)
 
     def _end_report(self, began: float) -> None:
         now = time.monotonic()

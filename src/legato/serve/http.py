@@ -82,18 +82,27 @@ def encode(value: Any) -> bytes:
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
     """The result of some work, which is cancelled if the client closes the connection (ClientGone)."""
-    task = asyncio.ensure_future(work)
+    task, gone = asyncio.current_task(), False
+    assert task is not None
+
+    def stop(disconnect: "asyncio.Task[None]") -> None:
+        # Runs only while this task waits for the work: nothing else can be cancelled.
+        nonlocal gone
+        if not disconnect.cancelled():
+            gone = True
+            task.cancel()
+
     disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
+    disconnect.add_done_callback(stop)
     try:
-        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if gone and not task.uncancel():
+            raise ClientGone from None
+        raise
     finally:
-        for each in (task, disconnect):
-            each.cancel()
-        # A task that was cancelled still closes what it holds.
-        await asyncio.gather(task, disconnect, return_exceptions=True)
+        disconnect.remove_done_callback(stop)
+        disconnect.cancel()
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
