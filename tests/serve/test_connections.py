@@ -201,6 +201,12 @@ def test_work_is_cancelled_when_the_client_is_gone_and_only_then() -> None:
         await gone.wait()
         return {"type": "http.disconnect"}
 
+    async def wait_with(gone: "asyncio.Event") -> str:
+        await asyncio.sleep(0)  # the watcher waits first
+        await asyncio.sleep(0)
+        await gone.wait()
+        return "done"
+
     async def check() -> None:
         gone = asyncio.Event()
         assert await until_gone(partial(receive, gone), work(0.0)) == "done"
@@ -220,7 +226,11 @@ def test_work_is_cancelled_when_the_client_is_gone_and_only_then() -> None:
         # The task goes on after a client has gone: nothing of the cancellation is left in it.
         with pytest.raises(ClientGone):
             await until_gone(partial(receive, gone), work(60.0))
-        await asyncio.sleep(0)
+        # A client that goes as the work ends: the answer is there, and nothing after it is cancelled.
+        gone.clear()
+        asyncio.get_running_loop().call_later(0.01, gone.set)
+        assert await until_gone(partial(receive, gone), wait_with(gone)) == "done"
+        await asyncio.sleep(0.01)
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(check())
