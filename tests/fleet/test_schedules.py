@@ -311,6 +311,29 @@ def test_a_server_that_hangs_is_dropped_long_before_its_requests_end() -> None:
     assert fleet.servers[0].state is State.DOWN and fleet.metrics()["servers/drops"] == 1
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_request_that_a_server_took_and_lost_has_not_waited_for_a_busy_one_since(dropped: bool) -> None:
+    world, said = World(1, 2, faults=0.0), list[str]()
+    fleet = make_fleet(world, said, pause_seconds=100.0)
+    sample, replies = fleet.dialect.sample, iter(["busy", "lost", "busy", "answer"])
+
+    def reply(client: Any, *words: Any) -> Response:
+        match next(replies):
+            case "busy":
+                raise BusyError("too many", 1.0)
+            case "lost":
+                world.events.clear()  # looks at servers end before
+                world.time += 500.0
+                if dropped:
+                    fleet._drop(next(each for each in fleet.servers if each.client is client), "lost")
+                raise UnreachableError("no answer in time")
+        return sample(client, *words)
+
+    fleet.dialect.sample = reply  # type: ignore[method-assign]
+    ((response,),) = fleet.generate([Request(prompt=torch.tensor([1, 2]), seeds=(1,))], Sampling(), LIMITS)
+    assert response.tokens.tolist() == [1, 1] and next(replies, None) is None
+
+
 def test_a_server_of_the_run_that_hangs_is_started_again() -> None:
     world, said = World(1, 2, faults=0.0), list[str]()
     fleet = make_fleet(world, said)

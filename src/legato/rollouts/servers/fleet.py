@@ -645,6 +645,7 @@ class Fleet(JobEngine):
         if isinstance(error, BusyError):
             self._wait_for_busy(ticket, server, error, now)
             return
+        ticket.forget_refusals()
         ticket.failures += 1
         if isinstance(error, RefusedError):
             where = f"{server.client.url}, rollouts.engine = {self.dialect.name!r}"
@@ -721,6 +722,7 @@ class Fleet(JobEngine):
         for attempt in server.running:
             attempt.over = True
             if self._is_wanted(attempt.ticket):
+                attempt.ticket.forget_refusals()
                 self._pending.append(attempt.ticket)
         server.running.clear()
         left = self._answering()
