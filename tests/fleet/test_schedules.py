@@ -334,6 +334,24 @@ def test_a_request_that_a_server_took_and_lost_has_not_waited_for_a_busy_one_sin
     assert response.tokens.tolist() == [1, 1] and next(replies, None) is None
 
 
+def test_a_server_that_is_too_busy_to_say_that_it_is_alive_is_not_dropped() -> None:
+    world, said = World(1, 2, faults=0.0), list[str]()
+    fleet = make_fleet(world, said)
+
+    def refuse(client: Any, seconds: float = 1.0) -> Any:
+        raise BusyError("too many", 1.0)
+
+    fleet.dialect.check_alive = fleet.dialect.weights_name = refuse  # type: ignore[method-assign]
+    batch = [Request(prompt=torch.tensor([1, 2]), seeds=(1,))]
+    for _ in range(10):
+        fleet.generate(batch, Sampling(), LIMITS)
+        world.time += 5.0
+    fleet.publish((), 1)
+    fleet._suspect(fleet.servers[0])
+    fleet.generate(batch, Sampling(), LIMITS)
+    assert said == [] and fleet.metrics()["servers/drops"] == 0
+
+
 def test_a_server_of_the_run_that_hangs_is_started_again() -> None:
     world, said = World(1, 2, faults=0.0), list[str]()
     fleet = make_fleet(world, said)
