@@ -352,6 +352,23 @@ def test_a_server_that_is_too_busy_to_say_that_it_is_alive_is_not_dropped() -> N
     assert said == [] and fleet.metrics()["servers/drops"] == 0
 
 
+def test_a_server_may_be_away_for_a_day() -> None:
+    world, said = World(1, 2, faults=0.0), list[str]()
+    fleet = make_fleet(world, said)
+    first = next(iter(world.fakes.values()))
+    first.hangs = True
+    fleet._drop(fleet.servers[0], "its machine is switched off")
+    fleet.servers[0].checks = 1020  # looks for 8 hours
+    batch = [Request(prompt=torch.tensor([1, 2]), seeds=(1,))]
+    while fleet.servers[0].checks < 1030:
+        fleet.generate(batch, Sampling(), LIMITS)
+        world.time += 50.0
+    first.hangs = False
+    while fleet.servers[0].state is not State.UP:
+        fleet.generate(batch, Sampling(), LIMITS)
+        world.time += 50.0
+
+
 def test_a_server_of_the_run_that_hangs_is_started_again() -> None:
     world, said = World(1, 2, faults=0.0), list[str]()
     fleet = make_fleet(world, said)

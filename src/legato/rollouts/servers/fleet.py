@@ -843,7 +843,7 @@ class Fleet(JobEngine):
         if server.started is not None and server.checks >= RESTARTS:
             server.state = State.GONE
             self._say(f"{server.client.url} is given up after {RESTARTS} attempts to bring it back: {shorten(problem, 400)}")
-        wait = min(LONGEST_CHECK, FIRST_CHECK * 2**server.checks)
+        wait = min(LONGEST_CHECK, FIRST_CHECK * 2 ** min(server.checks, 20))
         server.next_check = now + wait * self._random.uniform(0.5, 1.5)
 
     def _watch_quorum(self, now: float) -> None:
