@@ -311,6 +311,64 @@ def test_a_server_that_hangs_is_dropped_long_before_its_requests_end() -> None:
     assert fleet.servers[0].state is State.DOWN and fleet.metrics()["servers/drops"] == 1
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_request_that_a_server_took_and_lost_has_not_waited_for_a_busy_one_since(dropped: bool) -> None:
+    world, said = World(1, 2, faults=0.0), list[str]()
+    fleet = make_fleet(world, said, pause_seconds=100.0)
+    sample, replies = fleet.dialect.sample, iter(["busy", "lost", "busy", "answer"])
+
+    def reply(client: Any, *words: Any) -> Response:
+        match next(replies):
+            case "busy":
+                raise BusyError("too many", 1.0)
+            case "lost":
+                world.events.clear()  # looks at servers end before
+                world.time += 500.0
+                if dropped:
+                    fleet._drop(next(each for each in fleet.servers if each.client is client), "lost")
+                raise UnreachableError("no answer in time")
+        return sample(client, *words)
+
+    fleet.dialect.sample = reply  # type: ignore[method-assign]
+    ((response,),) = fleet.generate([Request(prompt=torch.tensor([1, 2]), seeds=(1,))], Sampling(), LIMITS)
+    assert response.tokens.tolist() == [1, 1] and next(replies, None) is None
+
+
+def test_a_server_that_is_too_busy_to_say_that_it_is_alive_is_not_dropped() -> None:
+    world, said = World(1, 2, faults=0.0), list[str]()
+    fleet = make_fleet(world, said)
+
+    def refuse(client: Any, seconds: float = 1.0) -> Any:
+        raise BusyError("too many", 1.0)
+
+    fleet.dialect.check_alive = fleet.dialect.weights_name = refuse  # type: ignore[method-assign]
+    batch = [Request(prompt=torch.tensor([1, 2]), seeds=(1,))]
+    for _ in range(10):
+        fleet.generate(batch, Sampling(), LIMITS)
+        world.time += 5.0
+    fleet.publish((), 1)
+    fleet._suspect(fleet.servers[0])
+    fleet.generate(batch, Sampling(), LIMITS)
+    assert said == [] and fleet.metrics()["servers/drops"] == 0
+
+
+def test_a_server_may_be_away_for_a_day() -> None:
+    world, said = World(1, 2, faults=0.0), list[str]()
+    fleet = make_fleet(world, said)
+    first = next(iter(world.fakes.values()))
+    first.hangs = True
+    fleet._drop(fleet.servers[0], "its machine is switched off")
+    fleet.servers[0].checks = 1020  # looks for 8 hours
+    batch = [Request(prompt=torch.tensor([1, 2]), seeds=(1,))]
+    while fleet.servers[0].checks < 1030:
+        fleet.generate(batch, Sampling(), LIMITS)
+        world.time += 50.0
+    first.hangs = False
+    while fleet.servers[0].state is not State.UP:
+        fleet.generate(batch, Sampling(), LIMITS)
+        world.time += 50.0
+
+
 def test_a_server_of_the_run_that_hangs_is_started_again() -> None:
     world, said = World(1, 2, faults=0.0), list[str]()
     fleet = make_fleet(world, said)

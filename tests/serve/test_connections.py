@@ -14,7 +14,7 @@ from legato.rollouts.engine import Limits, Request
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine
 from legato.serve.connections import MOST_BYTES, JoinedWrites, JoiningProtocol
-from legato.serve.engine_thread import DELIVERED_TOGETHER, EngineThread, Failed, Work
+from legato.serve.engine_thread import DELIVERED_TOGETHER, EngineThread, Failed, NewTokens, Work
 from legato.serve.http import ClientGone, until_gone
 from legato.serve.logprobs import generate_own_logprobs
 from legato.serve.server import COLLECT_EVERY, short_collections, uvicorn_config
@@ -137,16 +137,14 @@ def test_the_first_of_many_clients_is_answered_before_the_last_is_told() -> None
         queues: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in range(count)]
         handlers = [asyncio.create_task(handle(*each)) for each in enumerate(queues)]
 
-        def work(number: int) -> Work:
+        def make_work(number: int) -> Work:
             def take(event: Any) -> None:
                 told.append(f"{number} {event.reason}")
                 queues[number].put_nowait(event)
 
-            request = Request(prompt=torch.tensor([5]), seeds=(1,))
-            limits = Limits(max_response_tokens=1, end_tokens=())
-            return Work(request=request, sampling=Sampling(), limits=limits, watched=False, deliver=take)
+            return work_for(take)
 
-        works = [work(number) for number in range(count)]
+        works = [make_work(number) for number in range(count)]
         for reason in ("first", "second"):
             thread._deliver([(each, Failed(reason=reason)) for each in works])
         await asyncio.gather(*handlers)
@@ -155,6 +153,37 @@ def test_the_first_of_many_clients_is_answered_before_the_last_is_told() -> None
     answered, told = asyncio.run(deliver())
     assert told == [f"{number} {reason}" for reason in ("first", "second") for number in range(len(answered))]
     assert answered[0] == DELIVERED_TOGETHER and answered == sorted(answered)
+
+
+def work_for(deliver: Any) -> Work:
+    request = Request(prompt=torch.tensor([5]), seeds=(1,))
+    limits = Limits(max_response_tokens=1, end_tokens=())
+    return Work(request=request, sampling=Sampling(), limits=limits, watched=False, deliver=deliver)
+
+
+def test_a_stream_goes_on_while_whole_responses_of_others_never_end() -> None:
+    """Clients that ask again at once keep events waiting for delivery: a report of new tokens has its end all the same."""
+
+    async def deliver() -> None:
+        thread = EngineThread(ScriptedEngine(lambda prompt, sample: ([3], [-0.5]), str))
+        thread._loop = asyncio.get_running_loop()
+
+        def ask_again(event: Any) -> None:
+            thread._send([(work_for(ask_again), event)])
+
+        written = list[Any]()
+        thread._send([(work_for(ask_again), Failed(reason="ended")) for _ in range(4 * DELIVERED_TOGETHER)])
+        tokens = NewTokens(place=0, start=0, tokens=[3], logprobs=[-0.5], versions=[0])
+        thread._send([(work_for(written.append), tokens)])
+        reporting = []
+        for _ in range(100):
+            await asyncio.sleep(0)
+            reporting.append((len(written), thread._reporting))
+        assert thread._undelivered, "clients have asked again"
+        assert reporting[-1] == (1, False)
+        assert all(busy for count, busy in reporting if not count), "a report ends after its tokens are delivered"
+
+    asyncio.run(deliver())
 
 
 def test_work_is_cancelled_when_the_client_is_gone_and_only_then() -> None:
@@ -171,6 +200,12 @@ def test_work_is_cancelled_when_the_client_is_gone_and_only_then() -> None:
     async def receive(gone: "asyncio.Event") -> dict[str, str]:
         await gone.wait()
         return {"type": "http.disconnect"}
+
+    async def wait_with(gone: "asyncio.Event") -> str:
+        await asyncio.sleep(0)  # the watcher waits first
+        await asyncio.sleep(0)
+        await gone.wait()
+        return "done"
 
     async def check() -> None:
         gone = asyncio.Event()
@@ -191,7 +226,11 @@ def test_work_is_cancelled_when_the_client_is_gone_and_only_then() -> None:
         # The task goes on after a client has gone: nothing of the cancellation is left in it.
         with pytest.raises(ClientGone):
             await until_gone(partial(receive, gone), work(60.0))
-        await asyncio.sleep(0)
+        # A client that goes as the work ends: the answer is there, and nothing after it is cancelled.
+        gone.clear()
+        asyncio.get_running_loop().call_later(0.01, gone.set)
+        assert await until_gone(partial(receive, gone), wait_with(gone)) == "done"
+        await asyncio.sleep(0.01)
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(check())

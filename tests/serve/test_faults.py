@@ -157,6 +157,11 @@ def test_a_busy_server_is_asked_again_when_it_says(faulty: RunningServer, plan: 
     plan.add("status", status=429, headers={"retry-after": "0.1"}, times=2 * ATTEMPTS)
     assert_right(faulty, engine, requests(1, each=1))
     assert engine.retries == 2 * ATTEMPTS, "a busy server has not failed"
+    plan.add("silent", seconds=1.2)
+    plan.add("status", status=429, headers={"retry-after": "0.01"})
+    # The time of an attempt that failed is not time for which the server was busy.
+    assert_right(faulty, engine_for(faulty, threads=1, seconds=1.0), requests(1, each=1))
+    assert plan.faults == []
     plan.add("status", status=429, headers={"retry-after": "0.1"}, times=1000)
     try:
         with pytest.raises(InputError, match="gave no response: a fault of the plan"):

@@ -122,6 +122,10 @@ class EngineThread:
         """Whether the event loop has not written the last of them yet."""
         self._undelivered: deque[tuple[Work, Event]] = deque()
         """Events in the order in which the engine sent them."""
+        self._undelivered_tokens = 0
+        """How many of them are `NewTokens`."""
+        self._report_began = 0.0
+        """When the last new tokens reached the event loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -187,32 +191,36 @@ class EngineThread:
     def _deliver(self, events: list[tuple[Work, Event]]) -> None:
         idle = not self._undelivered
         self._undelivered.extend(events)
+        if new := sum(isinstance(event, NewTokens) for _, event in events):
+            self._undelivered_tokens += new
+            self._report_began = time.monotonic()
         if idle:
-            self._deliver_some(time.monotonic())
+            self._deliver_some()
 
-    def _deliver_some(self, began: float) -> None:
+    def _deliver_some(self) -> None:
         """Deliver the next few events, and the others once those have been answered."""
-        loop = self._loop
-        assert loop is not None
+        had_tokens = self._undelivered_tokens > 0
         for _ in range(min(DELIVERED_TOGETHER, len(self._undelivered))):
             work, event = self._undelivered.popleft()
+            self._undelivered_tokens -= isinstance(event, NewTokens)
             work.deliver(event)
+        if had_tokens and not self._undelivered_tokens:
+            # Handlers are woken by the next round of the loop and write in the one after it. Whole responses of other
+            # requests may go on coming for as long as clients ask for more.
+            self._after_rounds(1, self._end_report)
         if self._undelivered:
-            self._after_rounds(ROUNDS_OF_AN_ANSWER, self._deliver_some, began)
-        elif self._reporting:
-            # Handlers are woken by the next round of the loop and write in the one after it.
-            self._after_rounds(1, self._end_report, began)
+            self._after_rounds(ROUNDS_OF_AN_ANSWER, self._deliver_some)
 
-    def _after_rounds(self, rounds: int, function: Callable[[float], None], began: float) -> None:
+    def _after_rounds(self, rounds: int, function: Callable[[], None]) -> None:
         assert self._loop is not None
         if rounds:
-            self._loop.call_soon(self._after_rounds, rounds - 1, function, began)
+            self._loop.call_soon(self._after_rounds, rounds - 1, function)
         else:
-            function(began)
+            function()
 
-    def _end_report(self, began: float) -> None:
+    def _end_report(self) -> None:
         now = time.monotonic()
-        self._next_report = max(self._next_report, now + pause_after_report(now - began))
+        self._next_report = max(self._next_report, now + pause_after_report(now - self._report_began))
         self._reporting = False
 
     # On the engine's thread

@@ -82,13 +82,13 @@ def encode(value: Any) -> bytes:
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
     """The result of some work, which is cancelled if the client closes the connection (ClientGone)."""
-    task, gone = asyncio.current_task(), False
+    task, gone, ended = asyncio.current_task(), False, False
     assert task is not None
 
     def stop(disconnect: "asyncio.Task[None]") -> None:
-        # Runs only while this task waits for the work: nothing else can be cancelled.
+        # A client that goes in the round in which the work ends: what this task does next is not cancelled.
         nonlocal gone
-        if not disconnect.cancelled():
+        if not ended and not disconnect.cancelled():
             gone = True
             task.cancel()
 
@@ -101,7 +101,7 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _R
             raise ClientGone from None
         raise
     finally:
-        disconnect.remove_done_callback(stop)
+        ended = True
         disconnect.cancel()
 
 

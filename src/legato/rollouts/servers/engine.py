@@ -153,5 +153,6 @@ class ServerEngine(JobEngine):
                 if not error.retry or attempt == ATTEMPTS:
                     raise
                 wait = 0.1 * 2**attempt
+                deadline = time.monotonic() + self.seconds
             self.retries += 1
             time.sleep(wait * self._jitter.uniform(0.5, 1.5))

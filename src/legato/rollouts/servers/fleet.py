@@ -28,6 +28,7 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -412,7 +413,7 @@ class Fleet(JobEngine):
         assert self._published is not None
         if server.reloads:
             # One that hangs would hold up the run, and a signal to it, for `publish_seconds`.
-            self.dialect.check_alive(server.client)
+            self._check_alive(server)
             self._load_folder(server, self._published)
         else:
             self._restart(server, self._published)
@@ -645,6 +646,7 @@ class Fleet(JobEngine):
         if isinstance(error, BusyError):
             self._wait_for_busy(ticket, server, error, now)
             return
+        ticket.forget_refusals()
         ticket.failures += 1
         if isinstance(error, RefusedError):
             where = f"{server.client.url}, rollouts.engine = {self.dialect.name!r}"
@@ -698,7 +700,12 @@ class Fleet(JobEngine):
         """Send nothing new to a server until it has answered that it is alive."""
         if server.state is State.UP:
             server.state = State.SUSPECT
-            self.transport.send(("check", server, server.life), partial(self.dialect.check_alive, server.client))
+            self.transport.send(("check", server, server.life), partial(self._check_alive, server))
+
+    def _check_alive(self, server: Server) -> None:
+        """ServerError unless a server answers; in a thread. One that has too much to do is alive."""
+        with suppress(BusyError):
+            self.dialect.check_alive(server.client)
 
     def _take_check(self, server: Server, life: int, result: Any) -> None:
         if server.life != life or server.state is not State.SUSPECT:
@@ -721,6 +728,7 @@ class Fleet(JobEngine):
         for attempt in server.running:
             attempt.over = True
             if self._is_wanted(attempt.ticket):
+                attempt.ticket.forget_refusals()
                 self._pending.append(attempt.ticket)
         server.running.clear()
         left = self._answering()
@@ -769,7 +777,7 @@ class Fleet(JobEngine):
         """The name of the weights that a server has; in a thread."""
         try:
             if self.world.rank:  # rank 0 may be a publish ahead
-                self.dialect.check_alive(server.client)
+                self._check_alive(server)
                 return published.name
             return self.dialect.weights_name(server.client)
         finally:
@@ -780,6 +788,8 @@ class Fleet(JobEngine):
         """Suspect a server that does not answer; drop one that has other weights than those that were published last."""
         if server.life != life or server.state is not State.UP or published is not self._published:
             return
+        if isinstance(result, BusyError):
+            return  # it answers
         if isinstance(result, ServerError):
             self._suspect(server)
         elif isinstance(result, Exception):
@@ -790,14 +800,14 @@ class Fleet(JobEngine):
     def _rejoin(self, server: Server, published: "Published") -> ProbeReply:
         """Bring a server to published weights; in a thread. Returns what the server computes."""
         if self.world.rank:
-            self.dialect.check_alive(server.client)
+            self._check_alive(server)
             if self.dialect.weights_name(server.client) != published.name:
                 raise ServerError("rank 0 has not brought it to the current weights yet")
         elif server.started is not None and (not server.started.alive or not server.reloads or server.checks):
             # It ended, keeps old weights, or hangs: it could not be brought back as it is.
             self._restart(server, published)
         else:
-            self.dialect.check_alive(server.client)
+            self._check_alive(server)
             self._accept(server, self.dialect.facts(server.client, CONTACT_SECONDS))
             if self.dialect.weights_name(server.client) != published.name:
                 self._load_folder(server, published)
@@ -833,7 +843,7 @@ class Fleet(JobEngine):
         if server.started is not None and server.checks >= RESTARTS:
             server.state = State.GONE
             self._say(f"{server.client.url} is given up after {RESTARTS} attempts to bring it back: {shorten(problem, 400)}")
-        wait = min(LONGEST_CHECK, FIRST_CHECK * 2**server.checks)
+        wait = min(LONGEST_CHECK, FIRST_CHECK * 2 ** min(server.checks, 20))
         server.next_check = now + wait * self._random.uniform(0.5, 1.5)
 
     def _watch_quorum(self, now: float) -> None:

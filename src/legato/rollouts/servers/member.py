@@ -35,15 +35,19 @@ class Ticket:
     """The version of the policy when it was asked for: no token may be older."""
     failures: int = 0
     refusals: int = 0
-    """How often a server was too busy for it."""
+    """How often in a row a server was too busy for it."""
     busy_since: float | None = None
-    """When the first server was."""
+    """When the first of these was."""
     not_before: float = 0.0
     done: bool = False
 
     @property
     def key(self) -> tuple[Handle, int]:
         return self.job.handle, self.place
+
+    def forget_refusals(self) -> None:
+        """Servers are not busy since the first refusal any more: one of them took the request, and lost it."""
+        self.refusals, self.busy_since = 0, None
 
 
 @dataclass(eq=False, slots=True)
