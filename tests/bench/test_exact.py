@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,24 @@ pytestmark = [
 LAB = trial.Lab(device=torch.device("cpu"))
 
 
+@pytest.fixture
+def sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in the interpreter add up over k in order, in blocks of any shape, as they do on a GPU.
+
+    The interpreter calls numpy, whose BLAS chooses the order by the shape of a block, the place in it and the CPU.
+    """
+
+    def multiply(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
+        a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
+        total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype=a.dtype)
+        for k in range(a.shape[-1]):
+            total += a[..., :, k : k + 1] * b[..., k : k + 1, :]
+        return total
+
+    monkeypatch.setattr(np, "matmul", multiply)
+
+
+@pytest.mark.usefixtures("sums_in_one_order")
 def test_the_chained_attention_has_the_bits_of_training_in_every_layout() -> None:
     measured = trial.attention(LAB, trial.TINY)
     layouts = {name for name in measured if name != "today"}
@@ -48,6 +67,7 @@ def test_the_chained_attention_is_attention() -> None:
             assert torch.allclose(rows.trained[row, head].double(), weights @ values, atol=1e-5)
 
 
+@pytest.mark.usefixtures("sums_in_one_order")
 def test_small_batches_of_trainings_kernels_have_the_bits_of_a_pack() -> None:
     rotated, projected = trial.heads(LAB, trial.TINY), trial.head(LAB, trial.TINY)
     assert all(each["unequal"] == 0 for each in rotated["training's kernel"].values())
