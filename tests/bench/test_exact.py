@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,6 +16,7 @@ from benchmarks.gpu.exact import all as everything
 from benchmarks.gpu.exact import engine, page, run_at_zero, trial
 from benchmarks.gpu.exact.verdict import decide
 from benchmarks.gpu.measure import Bench
+from tests.policy import fused
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array"),  # of Triton's interpreter, for numpy
@@ -29,19 +29,7 @@ LAB = trial.Lab(device=torch.device("cpu"))
 
 @pytest.fixture
 def sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in the interpreter add up over k in order, in blocks of any shape, as they do on a GPU.
-
-    The interpreter calls numpy, whose BLAS chooses the order by the shape of a block, the place in it and the CPU.
-    """
-
-    def multiply(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
-        a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
-        total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype=a.dtype)
-        for k in range(a.shape[-1]):
-            total += a[..., :, k : k + 1] * b[..., k : k + 1, :]
-        return total
-
-    monkeypatch.setattr(np, "matmul", multiply)
+    fused.sum_in_order(monkeypatch)
 
 
 @pytest.mark.usefixtures("sums_in_one_order")

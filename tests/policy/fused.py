@@ -1,7 +1,9 @@
 """The GPU training path on a CPU, with kernels in Triton's interpreter."""
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -39,3 +41,20 @@ def install(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr(Spans, "serve", staticmethod(lambda like, width: True))
     patch.setattr(Spans, "attend_forward", lambda self, *inputs: attentions.append(1) or attend(self, *inputs))
     return attentions
+
+
+def sum_in_order(patch: pytest.MonkeyPatch) -> None:
+    """Make products in the interpreter add up over k in order, in blocks of any shape, as they do on a GPU.
+
+    The interpreter calls numpy, whose BLAS chooses the order by the shape of a block, the place in it and the CPU: without
+    this, a test that compares bits holds on one machine and fails on the next.
+    """
+
+    def multiply(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
+        a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
+        total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype=a.dtype)
+        for k in range(a.shape[-1]):
+            total += a[..., :, k : k + 1] * b[..., k : k + 1, :]
+        return total
+
+    patch.setattr(np, "matmul", multiply)

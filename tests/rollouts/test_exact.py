@@ -50,6 +50,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pads them.
     """
     fused.install(monkeypatch)
+    fused.sum_in_order(monkeypatch)
     monkeypatch.setattr(prefill, "pack", _pack_with_spans)
     monkeypatch.setattr(products, "plain_linear", _row_by_row)
     monkeypatch.setattr(Head, "_product", lambda self, hidden: heads._product_of(self.linear, hidden))
