@@ -930,6 +930,7 @@ READINGS: dict[str, Callable[[Results], list[str]]] = {
     "mismatch": _mismatch,
     "efficiency": _efficiency,
     "length-trained": _length_trained,
+    "length-cpu": _length_trained,
     "real-model": _real_model,
     "exponent-2": _exponent_again,
 }
