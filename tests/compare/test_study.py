@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import tomli_w
+import torch
 
 from legato.compare import analysis
 from legato.compare.analysis import analyse, area, describe_power
-from legato.compare.finished import export_runs
+from legato.compare.finished import export_runs, name_processor
 from legato.compare.jobs import jobs, points
 from legato.compare.outcomes import outcome
 from legato.compare.processes import Machine
@@ -227,6 +228,15 @@ def test_a_study_in_slices_gives_the_results_of_one_in_one_piece(tmp_path: Path,
     assert again.results["comparisons"] == json.loads(json.dumps(analyse(study, runs, SEEDS)["comparisons"]))
     made = again.results["made"]
     assert sum(each["runs"] for each in made) == len(planned) and {each["commit"] for each in made} == {"c0ffee"}
+
+
+def test_the_processor_is_named_by_what_decides_the_order_of_sums(tmp_path: Path) -> None:
+    described = tmp_path / "cpuinfo"
+    core = "processor : {}\ncpu family : 6\nmodel : 143\nmodel name : A processor\nstepping : 8\nflags : sse avx\n"
+    described.write_text("\n".join(core.format(number) for number in range(2)))
+    instructions = torch.backends.cpu.get_cpu_capability()
+    assert name_processor(described) == f"A processor, cpu family 6 model 143 stepping 8, {instructions}"
+    assert name_processor(tmp_path / "not there").endswith(f", {instructions}")
 
 
 def test_a_slice_that_does_not_fit_is_refused(tmp_path: Path) -> None:

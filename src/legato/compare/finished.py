@@ -12,6 +12,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ SUFFIX = ".json.gz"
 
 def describe_machine(study: Study) -> dict[str, Any]:
     """When, with which code and on what the runs of this process are made."""
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else name_processor()
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": _commit(study.file.absolute().parent),
@@ -142,6 +143,19 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"expected finished runs of a study, got {path}, which cannot be read: {error}") from None
     return content
+
+
+def name_processor(description: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor as Linux numbers it, with the instructions that torch chose: the libraries choose the order of sums by
+    both, so the same run has other bits on another kind."""
+    fields: dict[str, str] = {}
+    with suppress(OSError):
+        for line in description.read_text().splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    numbers = " ".join(f"{key} {fields[key]}" for key in ("cpu family", "model", "stepping") if key in fields)
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    return ", ".join(filter(None, (name, numbers, torch.backends.cpu.get_cpu_capability())))
 
 
 def _commit(folder: Path) -> str | None:
