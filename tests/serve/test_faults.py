@@ -1,5 +1,6 @@
 """The client against servers that misbehave: each fault is a retry or one clear error, and no response is wrong."""
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from legato.rollouts.servers.errors import (
 from legato.rollouts.servers.http import HttpClient, read_address
 from tests.serve.faults import KINDS, FaultPlan
 from tests.serve.running import RunningServer, chat_policy, make_served, plain_engine, running
+from tests.serve.test_clients import wait_until
 
 LIMITS = Limits(max_response_tokens=12, end_tokens=(1, 82))
 SAMPLING = Sampling(temperature=0.8)
@@ -211,6 +213,31 @@ def test_a_kept_connection_that_the_server_closed_is_opened_again() -> None:
         server.stop()
         server.served = make_served(policy)
         server.start()
+        assert client.get("/health", seconds=5.0)["status"] == "ok"
+
+
+def test_closing_a_client_ends_its_requests_in_flight() -> None:
+    """The threads that wait for them go on, and the server forgets them."""
+    served, errors = make_served(chat_policy()), list[ServerError]()
+    with running(served) as server:
+        client = server.client()
+
+        def ask() -> None:
+            try:
+                client.post(PATH, {"token_ids": [5], "sampling_params": {"max_tokens": 3}}, seconds=60.0)
+            except ServerError as error:
+                errors.append(error)
+
+        server.post("/pause?mode=keep")
+        asking = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+        for thread in asking:
+            thread.start()
+        wait_until(lambda: served.admission.taken == len(asking))
+        client.close()
+        wait_until(lambda: served.admission.taken == 0)
+        for thread in asking:
+            thread.join(10)
+        assert [type(error) for error in errors] == [UnreachableError] * len(asking)
         assert client.get("/health", seconds=5.0)["status"] == "ok"
 
 

@@ -11,6 +11,7 @@ import http.client
 import json
 import math
 import select
+import socket
 import ssl
 import threading
 import time
@@ -96,12 +97,18 @@ class HttpClient:
     def close(self) -> None:
         """Close the connections of all threads. Requests in flight fail; later ones open new connections."""
         for connection in list(self._all):
+            self._all.discard(connection)
+            _wake(connection)
             connection.close()
-        self._all.clear()
 
     def release(self) -> None:
         """Close the connection of this thread, which is about to end."""
         self._drop()
+
+    def _was_closed(self) -> bool:
+        """Whether `close` has closed the connection of this thread: it may raise anything then."""
+        connection = getattr(self._own, "connection", None)
+        return connection is not None and connection not in self._all
 
     def _drop(self) -> None:
         """Close the connection of this thread."""
@@ -120,6 +127,12 @@ class HttpClient:
             connection, response = self._open(method, path, body, deadline)
             with contextlib.closing(response):
                 data = _read(connection, response, deadline)
+        except Exception as error:
+            closed = self._was_closed()
+            self._drop()
+            if closed and not isinstance(error, ServerError):
+                raise UnreachableError(f"the connection to {self.url} was closed by this process") from error
+            raise
         except BaseException:
             self._drop()
             raise
@@ -143,7 +156,7 @@ class HttpClient:
 
     def _connection(self, deadline: float) -> http.client.HTTPConnection:
         connection: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
-        if connection is not None and _is_closed(connection):
+        if connection is not None and (self._was_closed() or _is_closed(connection)):
             self._drop()
             connection = None
         if connection is None:
@@ -167,6 +180,14 @@ def _is_closed(connection: http.client.HTTPConnection) -> bool:
     waiting = select.poll()
     waiting.register(connection.sock, select.POLLIN)
     return bool(waiting.poll(0))
+
+
+def _wake(connection: http.client.HTTPConnection) -> None:
+    """End the waiting of a thread that reads from a connection: closing a socket does not."""
+    waiting = connection.sock
+    if waiting is not None:
+        with contextlib.suppress(OSError):
+            waiting.shutdown(socket.SHUT_RDWR)
 
 
 def _seconds_left(deadline: float) -> float:
