@@ -15,6 +15,7 @@ from legato.rollouts.servers.fleet import FAILURES, Fleet
 from legato.rollouts.servers.member import State
 from tests.fleet.serving import two_servers
 from tests.serve.running import chat_policy, make_served, plain_engine
+from tests.serve.test_clients import wait_until
 
 LIMITS = Limits(max_response_tokens=8, end_tokens=(1, 82))
 SAMPLING = Sampling(temperature=0.8)
@@ -103,6 +104,23 @@ def test_a_server_that_restarts_comes_back_with_the_current_weights() -> None:
             if fleet.servers[0].counts.rejoins:
                 break
         assert fleet.servers[0].state is State.UP and plans is not None
+
+
+def test_a_server_that_is_dropped_has_no_request_of_the_run_left() -> None:
+    """It may be back within a second, and gets others then."""
+    with two_servers() as (fleet, policy, started, plans):
+        fleet.publish(policy.model.named_parameters(), 1)
+        started[0].post("/pause?mode=keep")
+        handles = fleet.submit(requests(8), SAMPLING, LIMITS)
+        wait_until(lambda: started[0].served.admission.taken == fleet.rows_at_once)
+        plans[0].add("status", status=503, path="/weight_info")
+        plans[0].add("status", status=503, path="/health", times=2)
+        finished = 0
+        while fleet.servers[0].state is not State.DOWN:
+            finished += len(fleet.poll())
+        wait_until(lambda: started[0].served.admission.taken == 0)
+        while finished < len(handles):
+            finished += len(fleet.poll())
 
 
 def test_a_server_that_does_not_say_that_it_is_alive_is_given_no_weights() -> None:

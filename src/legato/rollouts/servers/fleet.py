@@ -731,6 +731,8 @@ class Fleet(JobEngine):
                 attempt.ticket.forget_refusals()
                 self._pending.append(attempt.ticket)
         server.running.clear()
+        # It may not have noticed, and would get others beside them when it is back.
+        server.client.close()
         left = self._answering()
         self._say(f"{server.client.url} is dropped ({shorten(why, 400)}); {left} of {len(self.servers)} servers answer")
 
