@@ -1,6 +1,8 @@
 """A fleet over `legato serve` with faults: each is a retry, a drop or one clear error, and is counted."""
 
+import resource
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from legato.rollouts.sampling import Sampling
 from legato.rollouts.servers.errors import ServerError
 from legato.rollouts.servers.fleet import FAILURES, Fleet
 from legato.rollouts.servers.member import State
-from tests.fleet.serving import two_servers
+from tests.fleet.serving import fleet_of, servers, two_servers
 from tests.serve.running import chat_policy, make_served, plain_engine
 from tests.serve.test_clients import wait_until
 
@@ -104,6 +106,20 @@ def test_a_server_that_restarts_comes_back_with_the_current_weights() -> None:
             if fleet.servers[0].counts.rejoins:
                 break
         assert fleet.servers[0].state is State.UP and plans is not None
+
+
+def test_requests_in_flight_at_many_servers_are_not_too_many_files() -> None:
+    """Each has a connection, and a system may allow 1024 files at first: those of 4 servers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    policy = chat_policy(3)
+    with servers([chat_policy(4), chat_policy(5)]) as (started, _):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 50, hard))
+            with fleet_of(policy, started, rows_at_once=40) as fleet:
+                assert_right(fleet, policy, requests(40))
+                assert fleet.metrics()["servers/retries"] == 0
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_server_that_is_dropped_has_no_request_of_the_run_left() -> None:

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import gc
-import resource
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from legato.core.open_files import raise_file_limit
 from legato.errors import InputError
 from legato.serve.app import application
 from legato.serve.served import Served
@@ -16,7 +16,6 @@ from legato.serve.served import Served
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 HEADER_BYTES = 2**16
 """The most bytes of the headers of a request."""
-MOST_FILES = 2**16
 FILES_KEPT = 256
 """Files that are left for everything but connections. More connections are answered with 503."""
 KEEP_ALIVE_SECONDS = 75
@@ -52,23 +51,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _raise_file_limit() -> int:
-    """Let this process hold as many connections as the system allows it to; returns how many files it may open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(hard, MOST_FILES) if hard != resource.RLIM_INFINITY else MOST_FILES
-    if soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    return soft
-
-
 def uvicorn_config(app: Any) -> Any:
     """The settings of uvicorn: bounded headers and connections, no log of requests."""
     import uvicorn
 
     from legato.serve.connections import JoiningProtocol
 
-    connections = max(64, _raise_file_limit() - FILES_KEPT)
+    connections = max(64, raise_file_limit() - FILES_KEPT)
     return uvicorn.Config(
         app,
         http=JoiningProtocol,

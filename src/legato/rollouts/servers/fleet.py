@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from legato.core.open_files import raise_file_limit
 from legato.core.user_code import RUN, StopRequestedError
 from legato.core.world import OneProcess, World, on_first_rank
 from legato.errors import InputError, shorten
@@ -118,6 +119,8 @@ class Fleet(JobEngine):
         `world`: the ranks that ask the same servers; every rank makes its fleet, opens it and publishes together.
         """
         super().__init__()
+        # Every request in flight has a connection of its own, and an idle thread keeps one to each server that it has asked.
+        raise_file_limit()
         self.policy, self.dialect, self.settings = policy, dialect, settings
         self.world = OneProcess() if world is None else world
         self._sequences, self.context_tokens = rows_at_once, context_tokens
