@@ -16,9 +16,9 @@ from legato.policy.policy import Policy
 from legato.rollouts.engine import EnginePlace, Handle, Limits, Request, Response
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.servers.dialect import Ask
-from legato.rollouts.servers.dialects.base import Dialect, Reading, ServerFacts
+from legato.rollouts.servers.dialects.base import CHECK_SECONDS, Dialect, Reading, ServerFacts
 from legato.rollouts.servers.errors import BadReplyError, BusyError, FailedError, ServerError, UnreachableError
-from legato.rollouts.servers.fleet import Fleet, NoServersError
+from legato.rollouts.servers.fleet import LOOK_SECONDS, Fleet, NoServersError
 from legato.rollouts.servers.member import Attempt, State
 from legato.rollouts.servers.probe import Probe, ProbeReply
 from legato.rollouts.servers.settings import ServerSettings
@@ -350,6 +350,38 @@ def test_a_server_that_is_too_busy_to_say_that_it_is_alive_is_not_dropped() -> N
     fleet._suspect(fleet.servers[0])
     fleet.generate(batch, Sampling(), LIMITS)
     assert said == [] and fleet.metrics()["servers/drops"] == 0
+
+
+def test_a_server_that_answers_is_not_dropped_because_it_is_slow_to_say_that_it_is_alive() -> None:
+    """Where it writes many long answers, a question waits behind them for longer than CHECK_SECONDS."""
+    world, said = World(1, 1, faults=0.0), list[str]()
+    fleet = make_fleet(world, said, pause_seconds=100.0)
+    send = world.send
+
+    def time_out(*_: Any) -> Any:
+        raise UnreachableError("no answer in time")
+
+    def send_late(key: Any, work: Callable[[], Any]) -> None:
+        if isinstance(key, Attempt):
+            send(key, work)
+        else:
+            world.sent += 1
+            heapq.heappush(world.events, (world.time + CHECK_SECONDS, world.sent, key, world._run(time_out)))
+
+    world.send = send_late  # type: ignore[method-assign]
+    batch = [Request(prompt=torch.tensor([number, 2]), seeds=(number,)) for number in range(200)]
+    fleet.generate(batch, Sampling(), LIMITS)
+    assert world.time > 5 * LOOK_SECONDS and said == []
+    fleet._suspect(fleet.servers[0])  # a request has failed, and a later one is answered
+    world.time += 1.0
+    fleet._sample(fleet.servers[0], Ask(prompt=[1], seed=1, sampling=Sampling(), limits=LIMITS, name=""))
+    fleet.generate(batch[:1], Sampling(), LIMITS)
+    assert said == []
+    fleet._suspect(fleet.servers[0])  # nothing is answered any more
+    fleet.submit(batch[:1], Sampling(), LIMITS)
+    while fleet.servers[0].state is State.SUSPECT:
+        fleet._take(*world.wait(CHECK_SECONDS)[0])
+    assert fleet.servers[0].state is State.DOWN
 
 
 def test_a_server_may_be_away_for_a_day() -> None:

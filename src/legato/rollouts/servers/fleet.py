@@ -595,17 +595,22 @@ class Fleet(JobEngine):
             limits=job.limits,
             name=uuid.uuid4().hex,
         )
-        seconds = self.settings.request_seconds
-        self.transport.send(attempt, lambda: self.dialect.sample(server.client, ask, self._reading, seconds))
+        self.transport.send(attempt, partial(self._sample, server, ask))
+
+    def _sample(self, server: Server, ask: Ask) -> Response:
+        """A response of a server; in a thread."""
+        response = self.dialect.sample(server.client, ask, self._reading, self.settings.request_seconds)
+        server.answered_at = self.transport.now()
+        return response
 
     def _take(self, key: Any, result: Any) -> None:
         """Take a result over: of a request, of a check, or of a server that may come back."""
         if isinstance(key, Attempt):
             self._take_answer(key, result)
         elif key[0] == "check":
-            self._take_check(key[1], key[2], result)
+            self._take_check(key[1], key[2], key[3], result)
         elif key[0] == "look":
-            self._take_look(key[1], key[2], key[3], result)
+            self._take_look(key[1], key[2], key[3], key[4], result)
         else:
             self._take_rejoin(key[1], key[2], result)
 
@@ -703,17 +708,19 @@ class Fleet(JobEngine):
         """Send nothing new to a server until it has answered that it is alive."""
         if server.state is State.UP:
             server.state = State.SUSPECT
-            self.transport.send(("check", server, server.life), partial(self._check_alive, server))
+            key = ("check", server, server.life, self.transport.now())
+            self.transport.send(key, partial(self._check_alive, server))
 
     def _check_alive(self, server: Server) -> None:
         """ServerError unless a server answers; in a thread. One that has too much to do is alive."""
         with suppress(BusyError):
             self.dialect.check_alive(server.client)
 
-    def _take_check(self, server: Server, life: int, result: Any) -> None:
+    def _take_check(self, server: Server, life: int, asked_at: float, result: Any) -> None:
         if server.life != life or server.state is not State.SUSPECT:
             return
-        if isinstance(result, Exception):
+        # One that is too slow to say that it is alive may be busy with answers.
+        if isinstance(result, Exception) and server.answered_at <= asked_at:
             self._drop(server, str(result))
         else:
             server.state = State.UP
@@ -751,7 +758,7 @@ class Fleet(JobEngine):
                 assert server.started is not None
                 self._drop(server, f"its process ended: {server.started.describe_log()}")
             if server.state is State.UP and now >= self._next_look and self._published is not None:
-                key = ("look", server, server.life, self._published)
+                key = ("look", server, server.life, self._published, now)
                 self.transport.send(key, partial(self._look, server, self._published))
             if server.state is State.DOWN and not server.checking and now >= server.next_check:
                 published = self._published
@@ -789,14 +796,15 @@ class Fleet(JobEngine):
             if self._closed.is_set():
                 server.client.release()  # it may have been opened after `close` had closed all
 
-    def _take_look(self, server: Server, life: int, published: "Published", result: Any) -> None:
+    def _take_look(self, server: Server, life: int, published: "Published", asked_at: float, result: Any) -> None:
         """Suspect a server that does not answer; drop one that has other weights than those that were published last."""
         if server.life != life or server.state is not State.UP or published is not self._published:
             return
         if isinstance(result, BusyError):
             return  # it answers
         if isinstance(result, ServerError):
-            self._suspect(server)
+            if server.answered_at <= asked_at:
+                self._suspect(server)
         elif isinstance(result, Exception):
             raise result
         elif result != published.name:

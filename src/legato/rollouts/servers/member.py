@@ -1,5 +1,6 @@
 """One server of a fleet, as the fleet sees it."""
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -102,6 +103,8 @@ class Server:
     running: set[Attempt] = field(default_factory=set)
     strikes: int = 0
     """Failures since the last response."""
+    answered_at: float = -math.inf
+    """When its last response came."""
     checking: bool = False
     """Whether a check or a restart is under way."""
     next_check: float = 0.0
