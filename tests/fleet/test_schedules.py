@@ -384,6 +384,19 @@ def test_a_server_that_answers_is_not_dropped_because_it_is_slow_to_say_that_it_
     assert fleet.servers[0].state is State.DOWN
 
 
+def test_a_server_that_took_new_weights_is_not_dropped_for_a_check_that_began_before() -> None:
+    world, said = World(1, 2, faults=0.0), list[str]()
+    fleet = make_fleet(world, said)
+    fake = next(iter(world.fakes.values()))
+    fake.hangs = True
+    fleet._suspect(fleet.servers[0])
+    fake.hangs = False
+    fleet.publish((), 1)
+    batch = [Request(prompt=torch.tensor([number, 2]), seeds=(number,)) for number in range(20)]
+    fleet.generate(batch, Sampling(), LIMITS)
+    assert said == [] and fleet.servers[0].state is State.UP
+
+
 def test_a_server_may_be_away_for_a_day() -> None:
     world, said = World(1, 2, faults=0.0), list[str]()
     fleet = make_fleet(world, said)

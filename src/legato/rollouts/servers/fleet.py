@@ -475,6 +475,8 @@ class Fleet(JobEngine):
         server.gap = verdict.gap
         if verdict.problem is None:
             server.version, server.scores = self.version, reply.scores
+            if server.state is State.SUSPECT:
+                server.state = State.UP  # it has just answered, whatever a check that began before says
         return verdict.problem
 
     def _drop_after_load(self, server: Server, result: ServerError | InputError) -> None:
