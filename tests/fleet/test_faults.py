@@ -75,6 +75,20 @@ def test_a_busy_server_has_not_failed() -> None:
             fleet.generate(requests(1, each=1, salt=1), SAMPLING, LIMITS)
 
 
+def test_a_server_that_is_too_busy_for_the_probe_is_asked_again() -> None:
+    """It has the weights already."""
+    with two_servers(request_seconds=2.0) as (fleet, policy, _, plans):
+        fleet.publish(policy.model.named_parameters(), 1)
+        plans[0].add("status", status=429, headers={"retry-after": "0.01"}, times=3)
+        plans[0].add("status", status=429, headers={"retry-after": "0"}, after=3)
+        fleet.publish(policy.model.named_parameters(), 2)
+        assert len(plans[0].done) == 4 and fleet.servers[0].version == 2 and fleet.metrics()["servers/drops"] == 0
+        plans[0].add("status", status=429, headers={"retry-after": "0.5"}, times=10**6)
+        fleet.publish(policy.model.named_parameters(), 3)
+        assert fleet.servers[0].state is State.DOWN, "a publish does not wait for ever"
+        plans[0].faults.clear()
+
+
 def test_a_server_that_always_fails_is_dropped_and_taken_back() -> None:
     with two_servers() as (fleet, policy, _, plans):
         fleet.publish(policy.model.named_parameters(), 1)

@@ -8,7 +8,11 @@ A server that kept the old weights is found by the size of the difference, or, w
 rounding does, by log-probs that have not moved at all since the last publish while the trainer's have.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +23,10 @@ from legato.rollouts.sampling import Sampling
 from legato.rollouts.scoring import score_texts
 from legato.rollouts.servers.dialect import Ask
 from legato.rollouts.servers.dialects.base import Dialect, Reading
+from legato.rollouts.servers.errors import BusyError
 from legato.rollouts.servers.http import HttpClient
+
+_Answer = TypeVar("_Answer")
 
 TEXTS, TOKENS = 3, 24
 TEMPERATURE = 0.7
@@ -31,6 +38,10 @@ STILL = 0.25
 """A server whose log-probs moved by less than this share of the trainer's kept the old weights."""
 SMALLEST_MOVE = 1e-5
 """Moves of the trainer's log-probs that say nothing: rounding of float32."""
+
+
+SHORTEST_WAIT = 0.1
+"""Seconds before a server that has too much to do is asked again, if it does not ask for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +87,14 @@ class Probe:
     def ask(
         self, dialect: Dialect, client: HttpClient, reading: Reading, name: str, seconds: float, *, sample: bool = True
     ) -> ProbeReply:
-        """Ask a server; from any thread."""
-        scores = [dialect.score(client, text.tolist(), f"{name}-{place}", seconds) for place, text in enumerate(self.texts)]
-        response = dialect.sample(client, self._ask(name), reading, seconds) if sample else None
+        """Ask a server; from any thread. One that has too much to do is asked again, for as long as one answer may take."""
+        ends = time.monotonic() + seconds
+        scores = [
+            _ask_until_taken(partial(dialect.score, client, text.tolist(), f"{name}-{place}", seconds), ends)
+            for place, text in enumerate(self.texts)
+        ]
+        asking = partial(dialect.sample, client, self._ask(name), reading, seconds)
+        response = _ask_until_taken(asking, ends) if sample else None
         return ProbeReply(scores=torch.tensor([value for row in scores for value in row]), response=response)
 
     def _ask(self, name: str) -> Ask:
@@ -122,6 +138,18 @@ class Probe:
             return None
         what = f"the server's log-probs are not those of its tokens at temperature {TEMPERATURE}"
         return _words(what, gap, largest, self, 2)
+
+
+def _ask_until_taken(asking: Callable[[], _Answer], ends: float) -> _Answer:
+    """The answer of a server; BusyError if it has too much to do until the end."""
+    while True:
+        try:
+            return asking()
+        except BusyError as error:
+            wait = max(error.seconds, SHORTEST_WAIT)
+            if time.monotonic() + wait > ends:
+                raise
+            time.sleep(wait)
 
 
 def _words(what: str, gap: float, largest: float, probe: Probe, times: float = 1.0) -> str:
