@@ -2,6 +2,7 @@
 
 import heapq
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -439,6 +440,40 @@ def test_a_server_of_the_run_that_hangs_is_started_again() -> None:
         fleet.publish((), fleet.version + 1)  # steps go on while it starts
         world.time += 1.0
     assert fleet.servers[0].state is State.UP and process.starts == 1
+
+
+def test_a_server_that_is_started_again_while_the_run_ends_does_not_outlive_it() -> None:
+    """Its process would keep a GPU for as long as this process lives."""
+    fleet = make_fleet(World(1, 1, faults=0.0), [])
+    starting, closed = threading.Event(), threading.Event()
+
+    class Process:
+        alive = False
+
+        def start(self, folder: Path) -> None:
+            starting.set()
+            assert closed.wait(10)
+            self.alive = True
+
+        def end(self) -> None:
+            self.alive = False
+
+        def wait_until_ready(self, *_: Any) -> None:
+            pass
+
+    process = fleet.servers[0].started = Process()  # type: ignore[assignment]
+    results: list[Any] = []
+    published = fleet._published
+    assert published is not None
+    coming_back = threading.Thread(
+        target=lambda: results.append(World._run(lambda: fleet._rejoin(fleet.servers[0], published)))
+    )
+    coming_back.start()
+    assert starting.wait(10)
+    fleet.close()
+    closed.set()
+    coming_back.join(10)
+    assert not process.alive and isinstance(results[0], ServerError)
 
 
 def test_a_group_goes_to_one_server_and_load_is_spread() -> None:
