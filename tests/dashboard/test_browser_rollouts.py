@@ -164,4 +164,3 @@ def test_rollouts_opened_while_the_run_goes_on_are_listed(path: str, page: Brows
     page.wait("window.held.length === 2")
     page.run("(window.fetch = asking, window.held.forEach(go => go()))")
     page.wait("document.querySelector('#list')?.dataset.count === '3'")
-    live.rollouts_path(8).unlink()
