@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from legato.diagnostics.statistics.paired import compare_pairs, critical_t, exceedance, power, seeds_needed
+from legato.diagnostics.statistics.paired import (
+    compare_pairs,
+    critical_t,
+    equivalence_power,
+    exceedance,
+    power,
+    seeds_needed,
+)
 from legato.errors import InputError
 
 STUDIES = 2000
@@ -87,6 +94,23 @@ def test_the_stated_power_is_the_share_of_studies_that_find_the_difference(
     )
     error = math.sqrt(stated * (1 - stated) / STUDIES)
     assert hits / STUDIES == pytest.approx(stated, abs=3.3 * error)
+
+
+@pytest.mark.parametrize(("margin", "seeds", "comparisons"), [(0.15, 10, 1), (0.15, 6, 3), (0.5, 4, 1)])
+def test_the_stated_chance_of_equivalence_is_the_share_of_studies_that_find_it(
+    margin: float, seeds: int, comparisons: int
+) -> None:
+    """Studies of arms that do not differ, with few seeds and with enough, and with a margin so wide that only a difference
+    that is none can spoil the verdict."""
+    stated = equivalence_power(margin, 0.13, seeds, comparisons)
+    generator = random.Random(4)
+    hits = sum(
+        compare_pairs([generator.gauss(0, 0.13) for _ in range(seeds)], comparisons=comparisons, margin=margin).verdict
+        == "equivalent"
+        for _ in range(STUDIES)
+    )
+    error = math.sqrt(stated * (1 - stated) / STUDIES)
+    assert 0 < stated < 1 and hits / STUDIES == pytest.approx(stated, abs=3.3 * error)
 
 
 def test_different_arms_are_called_equivalent_in_at_most_5_percent_of_studies() -> None:

@@ -8,7 +8,15 @@ from typing import Any
 from legato.compare.outcomes import COUNTED
 from legato.compare.registration import Comparison, Study, Term
 from legato.diagnostics.statistics.frontier import frontier
-from legato.diagnostics.statistics.paired import ERROR_RATE, WANTED_POWER, Paired, compare_pairs, power, seeds_needed
+from legato.diagnostics.statistics.paired import (
+    ERROR_RATE,
+    WANTED_POWER,
+    Paired,
+    compare_pairs,
+    equivalence_power,
+    power,
+    seeds_needed,
+)
 
 Outcome = Mapping[str, Any]
 Cell = tuple[str, str, int]
@@ -30,7 +38,10 @@ def analyse(study: Study, runs: Sequence[Outcome], seeds: Sequence[int]) -> dict
 
 
 def describe_power(study: Study, seeds: int) -> list[dict[str, Any]]:
-    """For each comparison its power with so many seeds, and how many it would need."""
+    """For each comparison its power with so many seeds, and how many it would need.
+
+    `equivalence`: the chance to find no difference equivalent, at the registered spread; None where no rule asks for that.
+    """
     count = len(study.comparisons)
     return [
         {
@@ -38,6 +49,9 @@ def describe_power(study: Study, seeds: int) -> list[dict[str, Any]]:
             "power": power(each.detects, each.spread, seeds, count),
             "wanted": WANTED_POWER,
             "seeds_needed": seeds_needed(each.detects, each.spread, count),
+            "equivalence": equivalence_power(each.margin, each.spread, seeds, count)
+            if "equivalent" in (*each.confirms_if, *each.refutes_if)
+            else None,
         }
         for each in study.comparisons
     ]

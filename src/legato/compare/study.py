@@ -96,13 +96,18 @@ def study_folder(study: Study, pilot: bool) -> Path:
 
 
 def warn_of_power(study: Study, say: Callable[[str], None]) -> None:
-    """Say which comparisons have too few seeds for the registered difference."""
+    """Say which comparisons have too few seeds for the registered difference, or to find none."""
     seeds = len(study.definition.seeds)
     for each in describe_power(study, seeds):
         if each["power"] < each["wanted"]:
             say(
                 f"power {each['power']:.0%} with {seeds} seeds for {each['name']!r}; {each['seeds_needed']} seeds would have"
                 f" {each['wanted']:.0%}"
+            )
+        if each["equivalence"] is not None and each["equivalence"] < each["wanted"]:
+            say(
+                f"power {each['equivalence']:.0%} with {seeds} seeds to find no difference in {each['name']!r} equivalent, which"
+                " the registered rule names"
             )
 
 

@@ -86,6 +86,18 @@ def power(difference: float, spread: float, seeds: int, comparisons: int) -> flo
     return exceedance(critical_t(ERROR_RATE / comparisons, seeds - 1), seeds - 1, shift)
 
 
+def equivalence_power(margin: float, spread: float, seeds: int, comparisons: int) -> float:
+    """The chance of the verdict "equivalent" where there is no difference and the spread between seeds is this one."""
+    error = spread / math.sqrt(seeds)
+    half = critical_t(ERROR_RATE / comparisons, seeds - 1) * error  # of the interval, where the spread is met exactly
+
+    def inside(scale: float) -> float:
+        farthest = min(half * scale, margin - half * scale)  # for the mean: the interval includes 0 and stays in the margin
+        return math.erf(farthest / error / math.sqrt(2)) if farthest > 0 else 0.0
+
+    return math.fsum(density * inside(point) for point, density in _chi_grid(seeds - 1))
+
+
 def seeds_needed(difference: float, spread: float, comparisons: int, wanted: float = WANTED_POWER) -> int:
     """The fewest seeds with the wanted power; at most 1000."""
     return next((seeds for seeds in range(2, 1000) if power(difference, spread, seeds, comparisons) >= wanted), 1000)
