@@ -106,8 +106,8 @@ def warn_of_power(study: Study, say: Callable[[str], None]) -> None:
             )
         if each["equivalence"] is not None and each["equivalence"] < each["wanted"]:
             say(
-                f"power {each['equivalence']:.0%} with {seeds} seeds to find no difference in {each['name']!r} equivalent, which"
-                " the registered rule names"
+                f"power {each['equivalence']:.0%} with {seeds} seeds to find no difference in {each['name']!r} equivalent,"
+                " which the registered rule names"
             )
 
 
