@@ -72,5 +72,23 @@ def test_servers_and_ages_are_told_apart() -> None:
     assert "mismatch/server/a/k3" in of_one and "mismatch/server_ratio" not in of_one
 
 
+def test_of_many_servers_the_farthest_has_its_figures() -> None:
+    """Each response has a server of its own, and the last by name alone differs from the trainer."""
+    this = trainer()
+    groups, _ = this.source.next(4)
+    count, named = sum(len(group.members) for group in groups), []
+    names = iter(f"server-{place:02}" for place in range(count))
+    for group in groups:
+        members = []
+        for each in group.members:
+            rollout = _at_server(each, next(names)).rollout
+            shift = 0.5 * (rollout.server == f"server-{count - 1:02}")
+            members.append(replace(each, rollout=replace(rollout, sampler_logprobs=rollout.sampler_logprobs - shift)))
+        named.append(replace(group, members=tuple(members)))
+    metrics = staleness(this.algorithm, score_groups(this.policy, named, 60), named, 1, this.state)
+    shown = {key.split("/")[2] for key in metrics if key.startswith("mismatch/server/")}
+    assert count > 9 and shown == {*(f"server-{place:02}" for place in range(8)), f"server-{count - 1:02}"}
+
+
 def _at_server(member: Any, server: str) -> Any:
     return replace(member, rollout=replace(member.rollout, server=server))

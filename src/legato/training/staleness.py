@@ -51,12 +51,16 @@ def staleness(algorithm: Algorithm, tables: Tables, groups: Sequence[Group], ver
         for server in sorted({each for each in servers if each is not None})
         if bool((rows := scored & torch.tensor([each == server for each in servers])).any())
     }
-    for server in list(rows_of)[:MOST_AGES]:
-        metrics |= gap.measure(rows_of[server], f"mismatch/server/{server}")
+    shown = list(rows_of)[:MOST_AGES]
     if len(rows_of) > 1:
         everyone = torch.stack(list(rows_of.values())).any(0)
-        ratios = [gap.k3(rows) / max(gap.k3(everyone & ~rows), LEAST_K3) for rows in rows_of.values()]
-        metrics["mismatch/server_ratio"] = max(ratios)
+        ratios = {name: gap.k3(rows) / max(gap.k3(everyone & ~rows), LEAST_K3) for name, rows in rows_of.items()}
+        worst = max(ratios, key=lambda name: ratios[name])
+        metrics["mismatch/server_ratio"] = ratios[worst]
+        if worst not in shown:
+            shown.append(worst)  # the warning refers to its metric
+    for server in shown:
+        metrics |= gap.measure(rows_of[server], f"mismatch/server/{server}")
     return metrics
 
 
