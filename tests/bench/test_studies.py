@@ -17,6 +17,7 @@ from legato.compare.jobs import points
 from legato.compare.processes import Machine
 from legato.compare.registration import read_study
 from legato.compare.study import describe
+from legato.diagnostics.statistics.paired import compare_pairs
 from legato.pages.drawing import draw_svg
 from legato.pages.study_figures import study_figures
 
@@ -315,6 +316,9 @@ def test_every_recorded_commit_is_one_that_changed_its_file() -> None:
 STORED_RUN = {
     "status": "done",
     "problems": 48,
+    "steps": 25,
+    "updates": 400,
+    "origin": {"weights": "a", "problems": "b"},
     "evaluations": [{"step": step, "sampled": share, "tokens": step} for step, share in ((0, 0.2), (5, 0.3), (25, 0.5))],
 }
 
@@ -342,12 +346,14 @@ def test_the_page_of_a_study_shows_the_runs_that_were_made_again(tmp_path: Path,
     runs = [
         {"name": "one", "stored": [0.2, 0.5], "again": [0.25, 0.5], "disagreements": []},
         {"name": "other", "stored": [0.2, 0.5], "again": [0.2, 0.0], "disagreements": ["step 25: too far"]},
+        {"name": "equal", "stored": [0.2, 0.5], "again": [0.2, 0.5], "disagreements": []},
     ]
     content = {"study": "dose", "exact": False, "date": "2026-11-18", "device": "NVIDIA H200", "commit": "abc", "runs": runs}
     (tmp_path / "dose.json").write_text(json.dumps(content))
     monkeypatch.setattr(repeat, "REPEATS", tmp_path)
     page = studies.experiment_page(STORED["dose"])
     assert "made again on 2026-11-18 (NVIDIA H200" in page and "`other` does not agree: step 25: too far" in page
+    assert "`equal` agrees to the last digit stored" in page and "of all pairs of different runs" in page
     assert "`one` agrees within 3 standard errors" in page and "25.0, 50.0 %; stored 20.0, 50.0 %" in page
 
 
@@ -466,6 +472,9 @@ def test_the_reading_of_the_second_study_of_the_exponent_says_what_its_runs_did(
         each["finding"] in ("above", "below") for each in results["comparisons"]
     )
     assert max(each["interval"][1] for each in results["comparisons"]) < 0.05
+    for each in results["comparisons"]:
+        alone = compare_pairs(each["differences"], comparisons=4, margin=each["margin"])
+        assert (alone.high < 0) == ("band" not in each["name"]) and "by seeds alone the three intervals lie below 0" in page
     order = [
         "## Reading",
         "study-exponent-2-accuracy.svg",
@@ -515,7 +524,7 @@ def test_the_reading_of_the_efficiency_study_says_what_its_runs_did() -> None:
         "Refuted by the registered",
         "study-efficiency-curves.svg",
         "### Exploratory",
-        "leads in the first half",
+        "may lead in the first half",
         "### The opposite",
     ]
     assert [page.index(part) for part in order] == sorted(page.index(part) for part in order)
@@ -560,6 +569,7 @@ def test_two_runs_of_each_study_give_the_stored_numbers(name: str, monkeypatch: 
         pytest.skip(f"made on a GPU: `python -m benchmarks.repeat {name}` makes two runs again")
     again = repeat.repeat(name, Machine())
     assert [run["disagreements"] for run in again["runs"]] == [[], []]
+    assert not any(again.get("own_code", {"disagreements": {}})["disagreements"].values())
 
 
 def test_bits_are_expected_of_the_same_processor_and_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,6 +580,22 @@ def test_bits_are_expected_of_the_same_processor_and_torch_alone(monkeypatch: py
     assert not repeat.same_bits_expected({"made": [made, {**made, "device": "x86_64"}]}, here)
     assert not repeat.same_bits_expected({"made": [{**made, "torch": "2.12.0+cpu"}]}, here)
     assert not repeat.same_bits_expected({"machine": {}}, here)  # a file that does not say where
+
+
+def test_a_run_with_other_problems_or_another_number_of_updates_does_not_agree() -> None:
+    stored = STORED["exponent"]["runs"][0]
+    origin = {**stored["origin"], "problems": "0" * 32}
+    assert repeat.disagreements(stored, stored, exact=False) == []
+    for change in ({"origin": origin}, {"updates": stored["updates"] - 1}, {"problems": 39}, {"status": "collapsed"}):
+        (only,) = repeat.disagreements(stored, {**stored, **change}, exact=False)
+        assert "in place of" in only
+
+
+def test_the_page_says_how_many_different_runs_the_rule_would_take_for_equal() -> None:
+    def run(accuracy: float, status: str = "done") -> dict[str, Any]:
+        return {"status": status, "problems": 100, "evaluations": [{"step": 0, "sampled": accuracy}]}
+
+    assert repeat.share_of_strangers([run(0.2), run(0.25), run(0.9), run(0.2, "collapsed")]) == pytest.approx(1 / 3)
 
 
 def test_a_measured_number_made_again_agrees_to_the_bit_or_within_its_tolerance() -> None:
