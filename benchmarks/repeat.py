@@ -8,8 +8,10 @@ with anything that falls to 0. This rule was added after the plain draw for the 
     python -m benchmarks.repeat dose --gpus 0                # on a GPU
 
 On a CPU of the kind that made the stored runs, with the same torch, they are made again to the bit. On another kind, and on
-a GPU, sums have another order: a run that trains then ends in the same way and within `SIGMAS` standard errors, and a
-measured number differs by no more than `MEASURED`.
+a GPU, sums have another order. A measured number then differs by no more than `MEASURED`. A run that trains has the same
+problems and ends in the same way within `SIGMAS` standard errors, which tells little: the page says how many pairs of
+different runs would pass. So a run of a CPU study is also made with the code of its commit, here, and those bits must be
+those of today's code.
 
 The result goes to studies/repeats/NAME.json (on a machine that keeps nothing: --output FILE), and `make docs` shows it on
 the page of the study. The exit code is 1 if a run does not agree.
@@ -20,8 +22,11 @@ import json
 import math
 import os
 import random
+import subprocess
+import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +91,44 @@ def disagreements(stored: Mapping[str, Any], again: Mapping[str, Any], *, exact:
     if exact:
         return [] if before == now else [f"evaluations {now} in place of {before}"]
     differing = []
-    if stored["status"] != again["status"]:
-        differing.append(f"it ended as {again['status']!r} in place of {stored['status']!r}")
+    for name, one, other in _plain_facts(stored, again):
+        if one != other:
+            differing.append(f"{name} {other!r} in place of {one!r}")
     if [each["step"] for each in before] != [each["step"] for each in now]:
         return [*differing, "it was evaluated at other steps"]
+    return [*differing, *_far_accuracies(stored, again)]
+
+
+def _plain_facts(stored: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, stored and new value of what does not depend on the order of sums."""
+    yield "status", stored["status"], again["status"]
+    yield "number of held-out problems", stored["problems"], again["problems"]
+    yield "hash of the problems", stored["origin"]["problems"], again["origin"]["problems"]
+    if stored["status"] == again["status"] == "done":
+        yield "steps", stored["steps"], again["steps"]
+        yield "updates", stored["updates"], again["updates"]
+
+
+def _far_accuracies(stored: Mapping[str, Any], again: Mapping[str, Any]) -> list[str]:
+    """The first two evaluations and the last, where they differ by more than `SIGMAS` standard errors."""
+    before, now = stored["evaluations"], again["evaluations"]
+    differing = []
     for place in sorted({0, min(1, len(before) - 1), len(before) - 1}):
         one, other = before[place]["sampled"], now[place]["sampled"]
         allowed = SIGMAS * math.sqrt(sum(share_variance(each, stored["problems"]) for each in (one, other)))
         if abs(one - other) > allowed:
             differing.append(f"step {before[place]['step']}: {other:.3f} in place of {one:.3f}, {allowed:.3f} allowed")
     return differing
+
+
+def share_of_strangers(runs: Sequence[Mapping[str, Any]]) -> float:
+    """Of all pairs of different runs that ended alike, the share whose accuracies `_far_accuracies` does not tell apart."""
+    pairs = [
+        (one, other)
+        for one, other in combinations(runs, 2)
+        if one["status"] == other["status"] and len(one["evaluations"]) == len(other["evaluations"])
+    ]
+    return sum(not _far_accuracies(one, other) for one, other in pairs) / len(pairs)
 
 
 def _different_numbers(stored: Mapping[str, Any], again: Mapping[str, Any], *, exact: bool) -> list[str]:
@@ -108,17 +141,53 @@ def _different_numbers(stored: Mapping[str, Any], again: Mapping[str, Any], *, e
     ]
 
 
+def run_at(commit: str, study: Study, names: Collection[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """The outcomes of runs of a CPU study that the code of a commit makes on this machine, by name."""
+    code = folder / "code"
+    subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(code), commit], cwd=ROOT, check=True)
+    try:
+        for name in names:
+            words = [
+                sys.executable,
+                "-m",
+                "legato",
+                "study",
+                f"studies/{study.file.name}",
+                "--only",
+                name,
+                "--out",
+                folder / "runs",
+            ]
+            environment = {**os.environ, "PYTHONPATH": str(code / "src"), "OMP_NUM_THREADS": "1"}
+            subprocess.run(words, cwd=code, env=environment, check=True, stdout=subprocess.DEVNULL)
+    finally:
+        subprocess.run(["git", "worktree", "remove", "--force", str(code)], cwd=ROOT, check=True)
+    planned = jobs(study.definition, folder / "runs")
+    return {job.name: outcome(job, Store(folder / "runs")) for job in planned if job.name in names}
+
+
 def repeat(name: str, machine: Machine) -> dict[str, Any]:
     """Make both runs again; the content of the result file."""
     study = read_study(ROOT / "studies" / f"{name}.toml")
     here = describe_machine(study)
-    exact = same_bits_expected(json.loads((STORED / f"{name}.json").read_text()), here)
+    stored_results = json.loads((STORED / f"{name}.json").read_text())
+    exact = same_bits_expected(stored_results, here)
     chosen = chosen_runs(name)
+    names = {run["name"] for run in chosen}
     if study.measure:
         again = {run["name"]: run for seed in {stored["seed"] for stored in chosen} for run in measure_seed(study, seed)}
     else:
         with tempfile.TemporaryDirectory() as folder:
-            again = run_again(study, {stored["name"] for stored in chosen}, Path(folder), machine)
+            again = run_again(study, names, Path(folder), machine)
+    own_code = None
+    if not (study.measure or exact or made_on_gpu(stored_results)):
+        (commit,) = {place["commit"] for place in stored_results["made"]}
+        with tempfile.TemporaryDirectory() as folder:
+            then = run_at(commit, study, names, Path(folder))
+        own_code = {
+            "commit": commit,
+            "disagreements": {name: disagreements(then[name], again[name], exact=True) for name in sorted(names)},
+        }
     runs = [
         {
             "name": stored["name"],
@@ -128,7 +197,7 @@ def repeat(name: str, machine: Machine) -> dict[str, Any]:
         }
         for stored in chosen
     ]
-    return {"study": name, "exact": exact, **here, "runs": runs}
+    return {"study": name, "exact": exact, **here, "runs": runs, **({"own_code": own_code} if own_code else {})}
 
 
 def _numbers(run: Mapping[str, Any]) -> list[float]:
@@ -148,8 +217,19 @@ def sentences(name: str) -> list[str]:
     lines = []
     for run in content["runs"]:
         again, before = (_listed(run[key], measured) for key in ("again", "stored"))
-        verdict = f"agrees {rule}" if not run["disagreements"] else f"does not agree: {'; '.join(run['disagreements'])}"
+        agrees = "agrees to the last digit stored" if run["again"] == run["stored"] else f"agrees {rule}"
+        verdict = agrees if not run["disagreements"] else f"does not agree: {'; '.join(run['disagreements'])}"
         lines.append(f"`{run['name']}` {verdict}: {again}; stored {before}.")
+    if any(run["again"] != run["stored"] for run in content["runs"]) and not (content["exact"] or measured):
+        strangers = share_of_strangers(json.loads((STORED / f"{name}.json").read_text())["runs"])
+        lines.append(
+            f"Agreeing within {SIGMAS:g} standard errors tells little: of all pairs of different runs of this study that"
+            f" ended alike, {strangers:.0%} do so too."
+        )
+    if own_code := content.get("own_code"):
+        unequal = [run for run, faults in own_code["disagreements"].items() if faults]
+        bits = f"not to the bit in {' and '.join(unequal)}" if unequal else "all evaluations equal to the bit"
+        lines.append(f"On the same machine the code of the study ({own_code['commit'][:12]}) made both runs too: {bits}.")
     commit = (content["commit"] or "unknown")[:12]
     return [
         f"Two runs, chosen by a fixed seed{_kinds(content['study'])}, were made again on"
@@ -186,7 +266,10 @@ def main(words: Sequence[str] | None = None) -> int:
     output.write_text(json.dumps(content, indent=1) + "\n")
     for run in content["runs"]:
         print(run["name"], "agrees" if not run["disagreements"] else run["disagreements"])
-    return int(any(run["disagreements"] for run in content["runs"]))
+    own_code = content.get("own_code", {"disagreements": {}})
+    for name, faults in own_code["disagreements"].items():
+        print(name, "by the code of its commit:", faults or "equal bits")
+    return int(any(run["disagreements"] for run in content["runs"]) or any(own_code["disagreements"].values()))
 
 
 if __name__ == "__main__":

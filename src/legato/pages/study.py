@@ -199,19 +199,16 @@ def _measurement_table(results: Results) -> Table:
 
 
 def _power(results: Results) -> Table:
-    def equivalence(each: Mapping[str, Any]) -> str:
-        chance = each.get("equivalence")  # results of older versions do not have it
-        return "" if chance is None else f"{chance:.0%}"
-
-    return Table(
-        title="Power",
-        note="The chance to find the registered difference, or to find none equivalent where the rule names that, at the"
-        " registered spread and with the seeds of the study.",
-        headings=("comparison", "power", "seeds for 80 %", "equivalent, if there is no difference"),
-        rows=tuple(
-            (each["name"], f"{each['power']:.0%}", str(each["seeds_needed"]), equivalence(each)) for each in results["power"]
-        ),
-    )
+    note = "The chance to find the registered difference at the registered spread, with the seeds of the study."
+    headings = ["comparison", "power", "seeds for 80 %"]
+    rows = [[each["name"], f"{each['power']:.0%}", str(each["seeds_needed"])] for each in results["power"]]
+    chances = [each.get("equivalence") for each in results["power"]]  # absent from results of older versions
+    if any(chance is not None for chance in chances):
+        note += " Where the rule names it, also the chance to find arms equivalent that do not differ."
+        headings.append("equivalent, if nothing differs")
+        for row, chance in zip(rows, chances, strict=True):
+            row.append("" if chance is None else f"{chance:.0%}")
+    return Table(title="Power", note=note, headings=tuple(headings), rows=tuple(map(tuple, rows)))
 
 
 def _facts(results: Results) -> dict[str, str]:
