@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 STORED = Path(__file__).parents[2] / "src" / "legato" / "capacity" / "measured.json"
 NAMES = {"0.6B": "qwen3-0.6b", "1.7B": "qwen3-1.7b"}
 HOST_CORES = 16
-"""Of the machine of the H200 on which the shapes of plan.json were measured."""
+"""Of the machine of "8b-offload" as stored at 833ff49, before results held their cores: the machine that was lent then."""
 MIXTURE = "Qwen3-MoE of 1.3 billion weights (24 layers, 32 experts, 4 active)"
 
 
@@ -135,6 +135,7 @@ def factors() -> dict[str, Any]:
     large_share = large_floor / (large_seconds - per_layer * large_shape().layers * large_steps)
     planned = load_results(PLANNED)
     adapted, experts, offloaded = (planned["shapes"][name] for name in ("8b-lora", "mixture", "8b-offload"))
+    cores = offloaded.get("host_cores", HOST_CORES)
     adapted_flops = _step_pass("8b-lora").training(frozen=True, recomputed=adapted["checkpointing"])
     adapted_share = adapted_flops / adapted["seconds"]["update"] / hardware.matmul / training[-1]["value"]
     adapted_layers = shape_of("8b-lora").layers
@@ -199,9 +200,10 @@ def factors() -> dict[str, Any]:
             ),
             "host_bytes_per_second": entry(
                 _host_speed(offloaded, hardware, training[-1]["value"]),
-                f"8b-offload, updates without products and PCIe, {HOST_CORES} cores",
+                f"8b-offload, updates without products and PCIe, {cores} cores",
                 _date(planned, offloaded),
                 "plan.json",
+                cores=cores,
             ),
         },
         "results": [*_results(gpu, large, machine), *planned_results(planned)],

@@ -208,6 +208,7 @@ def measure(name: str, *, device: str, tiny: bool) -> dict[str, Any]:
         "trained": sum(weight.numel() for weight in policy.parameters().values()),
         "fused": policy.trains_fused,
         "tiny": tiny,
+        "host_cores": len(os.sched_getaffinity(0)),
         "notes": list(policy.notes),
     }
 
@@ -225,25 +226,33 @@ def free_host_bytes() -> int | None:
 def host_peak(into: dict[str, Any], before: int | None, every: float = 0.05) -> Iterator[None]:
     """Store the most host memory in use beyond the time when `before` was free in `into["host_gib"]`, in GiB.
 
-    That of other processes on the machine counts too. Nothing is stored if `before` is None.
+    That of other processes on the machine counts too. A moment at which the system does not tell is left out; nothing is
+    stored if `before` is None.
     """
-    ended, lowest = threading.Event(), [before or 0]
+    if before is None:
+        yield
+        return
+    ended, lowest = threading.Event(), before
+
+    def sample() -> None:
+        nonlocal lowest
+        free = free_host_bytes()
+        if free is not None:
+            lowest = min(lowest, free)
 
     def watch() -> None:
         while not ended.wait(every):
-            lowest.append(min(lowest.pop(), free_host_bytes() or 0))
+            sample()
 
     thread = threading.Thread(target=watch, daemon=True)
-    if before is not None:
-        lowest.append(min(lowest.pop(), free_host_bytes() or 0))
-        thread.start()
+    sample()
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        if before is not None:
-            thread.join()
-            into["host_gib"] = (before - lowest[0]) / 2**30
+        thread.join()
+        into["host_gib"] = (before - lowest) / 2**30
 
 
 def random_model(config: dict[str, Any], bench: Any) -> Any:

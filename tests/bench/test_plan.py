@@ -45,6 +45,18 @@ def test_the_peak_of_host_memory_is_the_least_that_was_free(monkeypatch: pytest.
         for free[0] in (20 * 2**30, 70 * 2**30):
             time.sleep(0.2)
     assert measured == {"host_gib": 80.0}
+    free[0], unread = 20 * 2**30, list[None]()
+
+    def fail_once() -> int | None:
+        if not unread:
+            unread.append(None)
+            return None
+        return free[0]
+
+    monkeypatch.setattr(plan, "free_host_bytes", fail_once)
+    with plan.host_peak(measured, 100 * 2**30, every=0.001):
+        time.sleep(0.1)
+    assert unread and measured == {"host_gib": 80.0}, "a moment that could not be read is not one without free memory"
     unknown = dict[str, Any]()
     with plan.host_peak(unknown, None):
         pass

@@ -167,6 +167,14 @@ def test_more_work_takes_more_time(words: list[str], phase: str) -> None:
     assert after > 1.05 * before
 
 
+def test_the_cores_of_a_plan_are_those_of_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    offloaded = plan_setup(setup("qwen3-8b", 1, "training.offload_optimizer=true"))
+    assert any("measured with 16 cores for a GPU" in line for line in offloaded.remarks())
+    other = replace(measured(), host_bytes_per_second=replace(measured().host_bytes_per_second, cores=24))
+    monkeypatch.setattr("legato.capacity.planning.measured", lambda: other)
+    assert any("measured with 24 cores for a GPU" in line for line in offloaded.remarks())
+
+
 def test_an_offloaded_optimizer_takes_the_time_of_its_bytes_by_hand() -> None:
     words = ("training.offload_optimizer=true", "training.updates_per_step=2")
     alone = setup("qwen3-8b", 1, *words)

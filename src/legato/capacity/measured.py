@@ -26,6 +26,8 @@ class Factor:
     machine: str
     weights: int = 0
     """Matrix weights that a token meets in the measured model, where the factor depends on its size."""
+    cores: int = 0
+    """Cores of the host for each GPU of the measured machine, where the factor depends on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,8 @@ class Plan:
             lines.append(f"{idle} of {setup.gpus} GPUs have no row in an update: raise training.prompts_per_step")
         if setup.offload:
             held = f"{need.memory.host / 1e9:,.0f} GB of optimizer state for each GPU"
-            lines.append(f"the host holds {held}; the optimizer's time was measured with 16 cores for a GPU")
+            cores = measured().host_bytes_per_second.cores
+            lines.append(f"the host holds {held}; the optimizer's time was measured with {cores} cores for a GPU")
         if setup.servers:
             lines.append("responses are sampled on other machines, whose memory and time are not planned")
         if setup.model.is_mixture:
