@@ -207,16 +207,25 @@ def test_more_gpus_take_less_time_until_rows_run_out() -> None:
     assert idle == ["192 of 256 GPUs have no group to sample", "128 of 256 GPUs have no row in an update"]
 
 
-@pytest.mark.parametrize(("gpus", "prompts", "samples"), [(8, 64, 8), (3, 20, 8), (64, 64, 8), (5, 16, 6), (48, 64, 16)])
-def test_the_busiest_gpu_has_what_is_dealt_to_it(gpus: int, prompts: int, samples: int) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "prompts", "samples", "tokens"),
+    [
+        *((8, 64, 8, 10**9), (3, 20, 8, 10**9), (64, 64, 8, 10**9), (5, 16, 6, 10**9), (48, 64, 16, 10**9)),
+        # Packs that hold four, two and one of the responses, and none.
+        *((8, 64, 8, 144), (3, 20, 8, 90), (64, 16, 16, 48), (64, 16, 16, 32), (5, 16, 6, 10)),
+        # Pieces of different sizes: seven and one, three and two, five and one.
+        *((8, 64, 8, 240), (2, 64, 8, 112), (5, 32, 8, 112), (7, 44, 16, 176), (7, 4, 16, 176)),
+    ],
+)
+def test_the_busiest_gpu_has_what_is_dealt_to_it(gpus: int, prompts: int, samples: int, tokens: int) -> None:
     """Calculated for equal groups, against the deal of a run."""
     planned = replace(setup("qwen3-8b", gpus), prompts=prompts, samples=samples, mean_prompt=16, mean_response=33)
-    share = planned.share_of_update(16, 32)
+    share = replace(planned, tokens_per_pack=tokens).share_of_update(16, 32)
     texts = texts_of([16] * (prompts // 4), [[33] * samples] * (prompts // 4))  # the last token is not read
-    dealt = deal(texts, range(prompts // 4), 10**9, gpus)
+    dealt = deal(texts, range(prompts // 4), tokens, gpus)
     assert share.idle_gpus == sum(not batches for batches in dealt)
     rows = max(sum(len(rows) for rows in batches) for batches in dealt)
-    assert share.pieces * share.rows == rows
+    assert share.responses == rows
 
 
 def test_a_shorter_mean_changes_times_and_not_memory() -> None:

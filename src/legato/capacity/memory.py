@@ -85,7 +85,7 @@ def demand_of(setup: Setup, slots: int, kept: str = KEPT[0]) -> Demand:
     model = setup.model
     share = setup.share_of_update(setup.prompt_tokens, setup.response_tokens)
     group = setup.prompt_tokens + share.rows * setup.response_tokens
-    update = share.pieces * group
+    update = share.pieces * setup.prompt_tokens + share.responses * setup.response_tokens
     tokens = min(max(setup.tokens_per_pack, setup.longest), update)
     half, at_once = setup.size == 2, max(1, LOGITS_AT_ONCE // model.shape.vocabulary)
     trained = setup.trained
@@ -126,7 +126,7 @@ def _routes(setup: Setup) -> dict[str, Any]:
     share = setup.share_of_update(setup.prompt_tokens, setup.response_tokens)
     return {
         "routed": setup.groups * responses,
-        "routed_per_update": share.pieces * share.rows * setup.response_tokens,
+        "routed_per_update": share.responses * setup.response_tokens,
         "engine_routes": setup.engine_routes,
         "replayed": setup.groups * (responses + setup.prompt_tokens) if setup.routing_replay else 0,
     }

@@ -24,7 +24,9 @@ class Share:
 
     pieces: int
     rows: int
-    """Responses of a piece. Its prompt is computed once."""
+    """Responses of the largest piece. The prompt of a piece is computed once."""
+    responses: int
+    """Responses of all pieces together."""
     idle_gpus: int
     """GPUs that have nothing."""
 
@@ -104,14 +106,14 @@ class Setup:
         """What the busiest GPU has of an update with such lengths, as `training.plan.deal` cuts and deals equal groups."""
         groups = math.ceil(self.prompts / self.updates)
         if self.gpus == 1:
-            return Share(pieces=groups, rows=self.samples, idle_gpus=0)
+            return Share(pieces=groups, rows=self.samples, responses=groups * self.samples, idle_gpus=0)
         shares = []
         for cuts in CUTS:
-            rows = max(1, math.ceil(self.samples * response / cuts) // response)
-            pieces = groups * math.ceil(self.samples / rows)
-            idle = max(0, self.gpus - pieces)
-            shares.append(Share(pieces=math.ceil(pieces / self.gpus), rows=rows, idle_gpus=idle))
-        return min(shares, key=lambda share: share.pieces * (prompt + share.rows * response))
+            # A piece is never larger than a pack.
+            most = min(math.ceil(self.samples * response / cuts), self.tokens_per_pack - prompt)
+            rows = max(1, most // response)
+            shares.append(_deal_equal_groups(groups, self.samples, rows, self.gpus, prompt, response))
+        return min(shares, key=lambda share: share.pieces * prompt + share.responses * response)
 
     @property
     def response_total(self) -> int:
@@ -122,6 +124,36 @@ class Setup:
         """The same run on another number of GPUs."""
         way = shard or (self.shard if self.shard != _LONE or gpus == 1 else _SHARDED)
         return replace(self, gpus=gpus, shard=way if gpus > 1 or shard else _LONE)
+
+
+def _deal_equal_groups(groups: int, samples: int, rows: int, gpus: int, prompt: int, response: int) -> Share:
+    """The largest share of groups that are cut into pieces of `rows` responses and one of the rest.
+
+    The largest pieces are dealt first, and each piece goes to the GPU with the fewest tokens so far.
+    """
+    whole, rest = divmod(samples, rows)
+    each, more = divmod(groups * whole, gpus)
+    # [whole pieces, pieces of the rest, GPUs that have so many]
+    alike = [[each, 0, gpus - more], [each + 1, 0, more]]
+
+    def tokens(share: list[int]) -> int:
+        return share[0] * (prompt + rows * response) + share[1] * (prompt + rest * response)
+
+    left = groups if rest else 0
+    while left:
+        fewest = min((share for share in alike if share[2]), key=tokens)
+        if left < fewest[2]:
+            alike.append([fewest[0], fewest[1], fewest[2] - left])
+            fewest[2] = left
+        fewest[1] += 1
+        left -= fewest[2]
+    busiest = max((share for share in alike if share[2]), key=tokens)
+    return Share(
+        pieces=busiest[0] + busiest[1],
+        rows=rows,
+        responses=busiest[0] * rows + busiest[1] * rest,
+        idle_gpus=sum(count for first, second, count in alike if not first + second),
+    )
 
 
 def setup_of(

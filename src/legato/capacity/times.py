@@ -107,9 +107,9 @@ def _update_packs(setup: Setup) -> int:
 def _step_pass(setup: Setup) -> Pass:
     """One forward over all rows of a step, on the busiest GPU."""
     share = setup.share_of_update(setup.mean_prompt, setup.mean_response)
-    load = (setup.mean_prompt, share.rows, setup.mean_response)
-    pieces = pieces_of(*load, setup.tokens_per_pack)
-    return pass_over_groups(setup.model.shape, share.pieces * setup.updates, *load, pieces=pieces)
+    pieces = share.pieces * pieces_of(setup.mean_prompt, share.rows, setup.mean_response, setup.tokens_per_pack)
+    load = (setup.mean_prompt, share.responses, setup.mean_response)
+    return pass_over_groups(setup.model.shape, setup.updates, *load, pieces=pieces)
 
 
 def _scoring(setup: Setup) -> _Passes:
