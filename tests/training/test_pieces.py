@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from legato.core.world import others_waiting
 from legato.training.optimizer import Optimizer, OptimizerSettings
-from legato.training.pieces import Divided, Piece
+from legato.training.pieces import Divided, Piece, Whole, run_of
 
 
 class Ranks:
@@ -62,6 +62,66 @@ def test_pieces_that_lie_apart_are_written_into_the_weights(size: int) -> None:
     divided.publish()
     assert whole.flatten()[: len(own)].tolist() == own.tolist()
     Divided({}, Ranks(size), {}).publish()  # adapters alone are trained: no layer is
+
+
+class SummedRanks(Ranks):
+    """A rank whose tables are added to those that the others have sent before."""
+
+    def __init__(self, rank: int, size: int, tables: list[Tensor]) -> None:
+        super().__init__(size)
+        self.rank, self.tables = rank, tables
+
+    def sum_table(self, table: Tensor) -> Tensor:
+        self.tables.append(table)
+        return torch.stack(self.tables[-self.size :]).sum(0)
+
+
+def norm_on_ranks(gradients: list[Tensor], size: int) -> Tensor:
+    """The norm of which each rank has pieces: that of the last rank, in whose turn all have told theirs."""
+    tables: list[Tensor] = []
+    for rank in range(size):
+        weights = {str(number): nn.Parameter(torch.zeros_like(each)) for number, each in enumerate(gradients)}
+        division = Divided(weights, SummedRanks(rank, size, tables))
+        own = {}
+        for number, each in enumerate(gradients):
+            rows = run_of(len(each), rank, size)
+            if rows:  # the optimizer has no master for a piece that holds nothing
+                own[str(number)] = each[rows.start : rows.stop].reshape(-1)
+        norm = division.norm(own)
+    return norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_process_and_ranks_have_the_same_norm(dtype: torch.dtype) -> None:
+    """One rank to the bit, in any order of magnitude; several up to how float sums of pieces and of wholes differ."""
+    generator, several = torch.Generator().manual_seed(1), 5e-7 if dtype == torch.float32 else 1e-15
+    for number in range(20):
+        shapes = [(97, 33), (1000, 7), (33,), (5, 4, 3), (1,), *[(64, 65)] * (8 * number)]
+        sizes = (10.0 ** torch.randint(-8, 8, (len(shapes),), generator=generator)).tolist()
+        gradients = [
+            size * torch.randn(shape, generator=generator, dtype=dtype) for size, shape in zip(sizes, shapes, strict=True)
+        ]
+        weights = {str(place): nn.Parameter(torch.zeros_like(each)) for place, each in enumerate(gradients)}
+        one = Whole(weights).norm({str(place): each for place, each in enumerate(gradients)})
+        assert torch.equal(one, torch.nn.utils.get_total_norm(gradients)) and one.dtype == dtype
+        assert torch.equal(norm_on_ranks(gradients, 1), one)
+        for size in (2, 3):
+            assert float(norm_on_ranks(gradients, size)) == pytest.approx(float(one), rel=several)
+
+
+@pytest.mark.parametrize("rows_of_rank_1", [1, 0])
+def test_two_ranks_combine_norms_of_weights_as_one_process_does(rows_of_rank_1: int) -> None:
+    """Weights of one row lie on rank 0 as a whole: nothing but the way of combining their norms could differ."""
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(50):
+        gradients = [torch.randn(1, 200, generator=generator) * 10.0 ** (number % 5) for number in range(60)]
+        gradients += [torch.zeros(2, 3)] * rows_of_rank_1
+        assert torch.equal(norm_on_ranks(gradients, 2), norm_on_ranks(gradients, 1))
+
+
+def test_the_norm_of_ranks_is_not_finite_where_one_piece_is_not() -> None:
+    gradients = [torch.ones(4, 2), torch.tensor([1.0, float("nan")])]
+    assert norm_on_ranks(gradients, 2).isnan() and not norm_on_ranks([torch.ones(4, 2)], 2).isnan()
 
 
 def test_a_process_group_of_one_rank_changes_no_bit() -> None:

@@ -49,7 +49,7 @@ class Division(Protocol):
         """The gradient of each piece, summed over ranks. Gradients of the weights may be freed."""
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The norm of the whole gradient, from that of the pieces."""
+        """The norm of the whole gradient, from those of the pieces; a piece that holds nothing may be left out."""
 
     def publish(self) -> None:
         """Make the updated pieces known to all ranks."""
@@ -71,7 +71,7 @@ class Whole:
         return {name: _gradient(weight) for name, weight in self.weights.items()}
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        return torch.nn.utils.get_total_norm(gradients.values())
+        return total_norm(self.pieces, gradients)
 
     def publish(self) -> None:
         pass
@@ -142,7 +142,7 @@ class Divided:
         return gradients
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        return norm_of_pieces(gradients, self.ranks)
+        return total_norm(self.pieces, gradients, self.ranks)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -169,15 +169,23 @@ class Divided:
         return nullcontext()
 
 
-def norm_of_pieces(gradients: Mapping[str, Tensor], ranks: Exchange) -> Tensor:
-    """The norm of a gradient of which each rank has pieces."""
-    if ranks.size == 1:
-        # To the bit as without a process group: another last digit of the clip would train other 16-bit weights.
-        return torch.nn.utils.get_total_norm(gradients.values())
-    # A norm per piece in its own dtype, then float64: copies of all pieces in float64 would be read and written many times.
-    norms = torch.stack(torch._foreach_norm(list(gradients.values())))
-    exact = torch.promote_types(norms.dtype, torch.float32)
-    return ranks.sum_table(norms.double().square().sum()).sqrt().to(exact)
+def total_norm(pieces: Mapping[str, Piece], gradients: Mapping[str, Tensor], ranks: Exchange | None = None) -> Tensor:
+    """The norm of the whole gradient: the norm of the norms of all weights, in the order of `pieces`.
+
+    `gradients`: those of this rank's pieces. `ranks`: they have the others; None: these are all. A norm is rounded to the
+    dtype of the gradients once per weight and once for all, so that one process and one rank get the same bits: another last
+    digit of the clip would train other 16-bit weights. With several ranks the norm of a weight is that of its pieces,
+    added up in float64.
+    """
+    own = dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True)) if gradients else {}
+    some = next(iter(pieces.values())).tensor
+    nothing = some.new_zeros((), dtype=torch.promote_types(some.dtype, torch.float32))
+    norms = torch.stack([own.get(name, nothing) for name in pieces])
+    if ranks is not None:
+        # The square of a float32 is exact in float64, and so is the root of a single square.
+        norms = ranks.sum_table(norms.double().square()).sqrt().to(norms.dtype)
+    whole: Tensor = torch.linalg.vector_norm(norms)
+    return whole
 
 
 def run_of(first_axis: int, rank: int, size: int) -> range:

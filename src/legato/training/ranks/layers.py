@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from legato.core.world import others_waiting
 from legato.errors import InputError
 from legato.policy.policy import Policy
-from legato.training.pieces import Divided, Exchange, Piece, join_runs, norm_of_pieces, run_of
+from legato.training.pieces import Divided, Exchange, Piece, join_runs, run_of, total_norm
 
 
 class Keep(IntEnum):
@@ -173,7 +173,7 @@ class Layered:
         return gradients
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        return norm_of_pieces(gradients, self.ranks)
+        return total_norm(self.pieces, gradients, self.ranks)
 
     def publish(self) -> None:
         self.rest.publish()
