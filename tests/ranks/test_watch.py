@@ -5,14 +5,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from legato.errors import LOST_RANK
 from legato.training.ranks import watch as watching
+from legato.training.ranks.layers import _Followed, _in_pass
 from legato.training.ranks.watch import Watch, describe_threads, find_late_ranks
+from tests.training.test_pieces import Ranks
 
 
 class Store:
@@ -49,12 +54,21 @@ def test_a_rank_is_late_if_others_wait_for_it_beyond_the_deadline() -> None:
 
 
 def test_all_ranks_are_late_if_none_comes_out_of_the_same_exchange() -> None:
-    """In a pass over divided layers a rank that hangs cannot be told from those that wait for it."""
+    """What carries their numbers is broken, or a device hangs: no rank can be told from the others."""
     waiting = beat(waits=True, seconds=11.0)
     assert find_late_ranks([waiting, waiting], 10.0) == [0, 1]
     assert find_late_ranks([waiting, beat(waits=True, seconds=9.0)], 10.0) == []
     assert find_late_ranks([waiting, beat()], 10.0) == []
     assert find_late_ranks([waiting, beat(waits=True, seconds=11.0, operations=4)], 10.0) == [1]
+
+
+def test_only_the_waits_of_those_that_are_ahead_count() -> None:
+    """A beat is up to a second old: a rank whose last one tells of a long wait may have gone on."""
+    behind, ahead = beat(waits=True, seconds=60.5, operations=5), beat(waits=True, seconds=0.1, operations=6)
+    assert find_late_ranks([ahead, behind], 60.0) == []
+    assert find_late_ranks([ahead, behind, beat(waits=True, seconds=60.5, operations=6)], 60.0) == [1]
+    # One that computes has what it waited for.
+    assert find_late_ranks([beat(operations=6), behind], 60.0) == []
 
 
 @pytest.fixture
@@ -150,6 +164,84 @@ def test_a_rank_that_hangs_is_named_with_what_every_thread_was_doing(tmp_path: P
     assert ended.codes and ended.said[0].startswith("rank 1 hangs") and "rank_deadline_seconds" in ended.said[0]
     stacks = (tmp_path / "stacks.txt").read_text()
     assert "in a reward" in stacks and "test_a_rank_that_hangs" in stacks
+
+
+class TimedStore(Store):
+    """Remembers how many beats rank 0 had sent when stacks were wanted, and when the verdict came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beats: dict[str, int] = {}
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value)
+        if key in ("stacks", "verdict"):
+            self.beats[key] = json.loads(self.values["beat/0"])["beats"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_that_reports_a_hang_stays_alive_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that saw old beats of rank 0 would take it for late, or gone, and give a second verdict."""
+    monkeypatch.setattr(watching, "_STACK_SECONDS", 0.6)  # longer than a rank may be silent
+    monkeypatch.setattr(watching, "_GRACE_SECONDS", 0.6)
+    store, ended, other = TimedStore(), Ended(), Ended()
+    with watch(store, ended, deadline=0.1) as rank:
+        rank.begin("gather")
+        rank.begin("gather")
+        with Watch(store, 1, 2, deadline=0.1, say=other.said.append, leave=other.codes.append) as reader:
+            reader.begin("compute")
+            reader.end()
+            ended.wait()
+            other.wait()
+    assert store.beats["verdict"] - store.beats["stacks"] > 10
+    assert {line.partition(":")[0] for line in ended.said + other.said} == {"rank 1 hangs"}
+    assert store.values["verdict"].startswith("rank 1 hangs")
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_first_verdict_stays() -> None:
+    store, ended = Store(), Ended()
+    store.set("verdict", "rank 3 hangs: the others have waited")
+    assert watch(store, ended)._agree_on("rank 2 is gone") == "rank 3 hangs: the others have waited"
+    assert store.values["verdict"].startswith("rank 3 hangs")
+
+
+class Recorded(Ranks):
+    """Ranks that note when they begin and end to wait."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.noted: list[str] = []
+
+    @contextmanager
+    def exchanging(self, operation: str) -> Iterator[None]:
+        self.begin_exchange(operation)
+        yield
+        self.end_exchange()
+
+    def begin_exchange(self, operation: str) -> None:
+        self.noted.append("begin")
+
+    def end_exchange(self) -> None:
+        self.noted.append("end")
+
+
+@pytest.mark.parametrize(
+    ("on_host", "noted"),
+    [
+        (True, ["begin", "exchange", "end", "compute", "begin", "exchange", "end", "compute", "end"]),
+        (False, ["begin", "exchange", "compute", "begin", "exchange", "compute", "end"]),
+    ],
+)
+def test_a_rank_waits_in_the_exchanges_of_a_pass_and_not_while_it_computes(on_host: bool, noted: list[str]) -> None:
+    """Where the device waits and not the host, a rank may wait until the next exchange begins, or the pass ends."""
+    ranks, table = Recorded(), torch.zeros(1)
+    collective = _Followed(lambda *_, **__: ranks.noted.append("exchange"), ranks, on_host=on_host)
+    with _in_pass(ranks):
+        for _ in range(2):
+            collective(output_tensor=table, input_tensor=table, group=None)
+            ranks.noted.append("compute")
+    assert ranks.noted == noted
 
 
 @pytest.mark.usefixtures("quick")

@@ -16,7 +16,7 @@ work where there is memory for more than a layer. `Keep` says what a rank holds 
                 ranks may run different numbers of them, and run without FSDP2
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
@@ -32,6 +32,10 @@ from legato.core.world import others_waiting
 from legato.errors import InputError
 from legato.policy.policy import Policy
 from legato.training.pieces import Divided, Exchange, Piece, join_runs, run_of, total_norm
+from legato.training.ranks.process_group import all_gather_single, reduce_scatter_single
+
+_PASS = "a pass over divided layers"
+"""The operation in which ranks wait that exchange a layer inside a pass."""
 
 
 class Keep(IntEnum):
@@ -76,6 +80,8 @@ def divide_layers(policy: Policy, ranks: Exchange) -> None:
         # Gradients are sums over ranks. Gloo cannot divide while it adds.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(_Followed(all_gather_single, ranks, on_host=policy.device.type == "cpu"))
+        module.set_custom_reduce_scatter(_Followed(reduce_scatter_single, ranks, on_host=policy.device.type == "cpu"))
     for sharded in modules[1:]:
         sharded.unshard()
         for each in sharded.parameters():
@@ -83,7 +89,39 @@ def divide_layers(policy: Policy, ranks: Exchange) -> None:
                 each.grad_dtype = exact
         sharded.reshard()
     policy.divided = policy.exchanges = True
-    policy.exchanging = partial(ranks.exchanging, "a pass over divided layers")
+    policy.exchanging = partial(_in_pass, ranks)
+
+
+class _Followed:
+    """A collective of FSDP2 that the watch over ranks knows as an exchange of its own.
+
+    Only an exchange is waited for: a rank that computes for long keeps nobody waiting until others have begun the next one.
+    On a CPU the exchange is over when the call returns. On a GPU the call returns at once, and the rank waits later, where
+    its host needs a result: it counts as waiting from one exchange to the next, and from the last to the end of the pass.
+    """
+
+    def __init__(self, collective: Callable[..., Any], ranks: Exchange, *, on_host: bool) -> None:
+        self.collective, self.ranks, self.on_host = collective, ranks, on_host
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+        if self.on_host:
+            with self.ranks.exchanging(_PASS):
+                return self.collective(output_tensor, input_tensor, **options)
+        self.ranks.begin_exchange(_PASS)
+        return self.collective(output_tensor, input_tensor, **options)
+
+
+@contextmanager
+def _in_pass(ranks: Exchange) -> Iterator[None]:
+    """A pass in which ranks exchange layers; after it no rank waits for one."""
+    try:
+        with others_waiting():
+            yield
+    finally:
+        ranks.end_exchange()
 
 
 def gather_weights(policy: Policy, ranks: Exchange, *, trained: bool = True) -> Iterator[tuple[str, Tensor]]:

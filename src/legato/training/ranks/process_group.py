@@ -26,8 +26,8 @@ _SUMMABLE = {torch.bool: torch.uint8, torch.int16: torch.int32, torch.bfloat16: 
 
 
 # torch 2.13 renamed these two.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @runtime_checkable
@@ -93,13 +93,13 @@ class ProcessGroup:
         """This rank's part of the sum of one flat tensor per rank, which is cut into as many equal parts as ranks."""
         part = flat.new_empty(len(flat) // self.size)
         with self._explain_errors():
-            _reduce_scatter(part, flat)
+            reduce_scatter_single(part, flat)
         return part
 
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
         """Fill a flat tensor with the equal parts of all ranks, in the order of ranks."""
         with self._explain_errors():
-            _all_gather(whole, part)
+            all_gather_single(whole, part)
 
     def broadcast(self, tensor: Tensor) -> None:
         self._meet(f"broadcast {list(tensor.shape)}")
@@ -116,14 +116,22 @@ class ProcessGroup:
     @contextmanager
     def exchanging(self, operation: str) -> Iterator[None]:
         """Inside, ranks exchange tensors in other ways than by these methods: the observer knows that they may wait."""
-        if self.observer is not None:
-            self.observer.begin(operation)
+        self.begin_exchange(operation)
         try:
             with others_waiting():
                 yield
         finally:
-            if self.observer is not None:
-                self.observer.end()
+            self.end_exchange()
+
+    def begin_exchange(self, operation: str) -> None:
+        """From now on this rank may wait for the others in this operation; what it waited for before is there."""
+        if self.observer is not None:
+            self.observer.begin(operation)
+
+    def end_exchange(self) -> None:
+        """This rank does not wait any more."""
+        if self.observer is not None:
+            self.observer.end()
 
     def fail(self, error: BaseException) -> None:
         if self.is_lost or error is self._told or isinstance(error, OtherRankError | LostRankError):

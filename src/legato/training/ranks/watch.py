@@ -2,8 +2,9 @@
 
 Every second a rank writes a beat to the store of torchrun: a counter, its process, and in which exchange it waits. Ranks 0
 and 1 read the beats of all, so that the loss of either is noticed. A rank is gone if its process is (on the same machine),
-or if its beat has not changed for `_SILENT_SECONDS`. A rank hangs if others have waited for it for longer than the deadline:
-then all ranks write down what each of their threads is doing.
+or if its beat has not changed for `_SILENT_SECONDS`. A rank hangs if others have waited for it in an exchange for longer
+than the deadline: then all ranks write down what each of their threads is doing. All ranks run through the same exchanges,
+so that those which have begun fewer are late. A rank that computes waits for nobody, however long.
 """
 
 import json
@@ -130,8 +131,7 @@ class Watch:
                     and self.rank in (0, 1)
                     and (verdict := self._look_at_others(time.monotonic())) is not None
                 ):
-                    self.store.set("verdict", verdict)
-                    self._end(verdict)
+                    self._end(self._agree_on(verdict))
                 failures = 0
             except Exception:
                 # The store lives in torchrun, or in rank 0 where there is no torchrun.
@@ -159,7 +159,8 @@ class Watch:
         """Which rank is gone or hangs; None if none is."""
         beats = self._read_beats()
         verdict = self._find_loss(beats, now)
-        late = find_late_ranks(beats, self.deadline) if verdict is None else []
+        # Once a rank has asked for stacks, it reports.
+        late = find_late_ranks(beats, self.deadline) if verdict is None and not self._wrote_stacks else []
         # Rank 0 reports, unless it is the one that hangs.
         reporter = 1 if 0 in late and 1 not in late else 0
         return self._report_hang(late, beats) if late and self.rank == reporter else verdict
@@ -186,7 +187,7 @@ class Watch:
         """Ask all ranks for their stacks and write them down; which ranks hang."""
         self.store.set("stacks", "wanted")
         self._obey()
-        time.sleep(_STACK_SECONDS)
+        self._keep_beating(_STACK_SECONDS)
         stacks = []
         for rank in range(self.size):
             key = f"stack/{rank}"
@@ -220,10 +221,27 @@ class Watch:
         if not self._ends_itself and self.store.check(["verdict"]):
             self._end(self.store.get("verdict").decode())
 
+    def _agree_on(self, verdict: str) -> str:
+        """The verdict that ends the run: this one, unless another rank has given its own meanwhile."""
+        if self.store.check(["verdict"]):
+            return self.store.get("verdict").decode()
+        self.store.set("verdict", verdict)
+        return verdict
+
+    def _keep_beating(self, seconds: float) -> bool:
+        """Wait for so long; others see that this rank is there, and where. True as soon as the watch is closed."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            with suppress(Exception):  # the store may be gone with its process
+                self._beat()
+            if self._closed.wait(min(_BEAT_SECONDS, left)):
+                return True
+        return self._closed.is_set()
+
     def _end(self, verdict: str) -> None:
         """Give the main thread some time to end, then end the process: it may wait for a rank that is gone."""
         self._verdict = verdict
-        if self._closed.wait(_GRACE_SECONDS):
+        if self._keep_beating(_GRACE_SECONDS):
             return
         if self.rank == 0 or " rank 0 " in f" {verdict} ":
             self._say(f"{verdict}; all ranks end")
@@ -233,15 +251,16 @@ class Watch:
 def find_late_ranks(beats: Sequence[Mapping[str, Any]], deadline: float) -> list[int]:
     """The ranks for which others have waited longer than the deadline; empty while none has, or where one is paused.
 
-    All ranks, if all have waited so long in the same exchange: one of them does not come out of a pass over divided layers,
-    or what carries their numbers is broken.
+    Those that wait for others are the ones that have begun the most exchanges. A rank behind them may have waited for long
+    in an exchange that is over by now. All ranks, if all have waited so long in the same exchange: one of them does not come
+    out of it, or what carries their numbers is broken.
     """
-    waiting = [rank for rank, beat in enumerate(beats) if beat["waits"]]
+    waiting = [beat for beat in beats if beat["waits"]]
     if not waiting or any(beat["paused"] is not None for beat in beats):
         return []
-    if max(float(beats[rank]["seconds"]) for rank in waiting) < deadline:
+    ahead = max(int(beat["operations"]) for beat in waiting)
+    if max(float(beat["seconds"]) for beat in waiting if beat["operations"] == ahead) < deadline:
         return []
-    ahead = max(int(beats[rank]["operations"]) for rank in waiting)
     late = [rank for rank, beat in enumerate(beats) if beat["operations"] < ahead and beat["state"] != "done"]
     stuck = len(waiting) == len(beats) and all(float(beat["seconds"]) >= deadline for beat in beats)
     return list(range(len(beats))) if stuck and not late else late
