@@ -109,16 +109,15 @@ _RATIOS = (
 
 def one_gpu(stored: dict[str, Any]) -> str:
     """What was measured of ranks on one GPU, beside what is promised. What failed says so."""
-    ratios, parts = stored.get("ratios", {}), stored["parts"]
-    rows = []
-    for what, wanted, allowed, name, usual, side in _RATIOS:
-        beside = name.startswith("torchrun over plain") and gpu_ranks.BESIDE_PLAIN in parts
-        part = gpu_ranks.BESIDE_PLAIN if beside else usual
-        cell = _why_not(parts.get(part, {}), side)
-        if name in ratios:
-            beyond = ", more than wanted" if ratios[name] - 1 > allowed else ""
-            cell = f"{100 * (ratios[name] - 1):+.1f} %{beyond}"
-        rows.append([what, wanted, cell, "" if cell == _UNKNOWN else _when(stored, part)])
+    parts, comparisons, rows = stored["parts"], gpu_ranks.compare(stored), list[list[str]]()
+    for what, wanted, allowed, name, part, side in _RATIOS:
+        told = [each for each in comparisons if each.name == name]
+        why = _why_not(parts.get(part, {}), side)
+        if not told or why != _UNKNOWN:
+            rows.append([what, wanted, why, "" if why == _UNKNOWN else _when(stored, part)])
+        for each in told:
+            beyond = ", more than wanted" if each.ratio - 1 > allowed else ""
+            rows.append([what, wanted, f"{100 * (each.ratio - 1):+.1f} %{beyond}", _moment(stored, each.date, each.commit)])
     nccl, two = parts.get("nccl", {}), parts.get("two", {})
     takes = nccl.get("takes_two")
     words = _why_not(nccl, "") if takes is None else "takes them" if takes else "refuses them"
@@ -155,8 +154,11 @@ def _when(stored: dict[str, Any], part: str) -> str:
     if part not in stored["parts"]:
         return ""
     own = stored["parts"][part]
-    commit = f", {own['commit']}" if own.get("commit") else ""
-    return f"{own.get('date', stored['date'])}, {stored['machine'].get('device', '')}{commit}"
+    return _moment(stored, own.get("date", stored["date"]), own.get("commit", ""))
+
+
+def _moment(stored: dict[str, Any], date: str, commit: str) -> str:
+    return f"{date}, {stored['machine'].get('device', '')}{f', {commit}' if commit else ''}"
 
 
 def _example() -> str:

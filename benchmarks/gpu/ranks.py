@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.ranks --parts two "profile 1.7B"    # some parts; the stored results of the others stay
     python -m benchmarks.gpu.ranks --tiny --device cpu --output tiny-ranks.json    # toy shapes, for tests
 
-Parts, each in processes of its own, stored as soon as it is measured:
+Parts, each in processes of its own, stored as soon as it is measured. A result that another replaces is kept (`earlier`):
 
     plain 0.6B       the update phase of one process that torchrun has not started
     plain 0.6B again the same after the next part: how far two such processes differ
@@ -28,8 +28,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,6 @@ KEPT = "layers, kept"
 WAYS = ("optimizer", KEPT, "layers")
 SIDES = {"0.6B": ("one", *WAYS), "1.7B": ("one", KEPT, "layers"), "8B": ("one", KEPT)}
 """What is measured alternately: as many as the memory of the GPU holds at once."""
-BESIDE_PLAIN = "torchrun 0.6B, beside plain"
-"""In stored results: an earlier "torchrun 0.6B", of the run that also measured "plain 0.6B". Machines differ by more than
-torchrun adds, so that only results of one run are compared."""
 TAIL = 30
 """Lines of output that are stored of a part that failed."""
 
@@ -437,38 +434,86 @@ def _errors(result: Any) -> Iterator[str]:
 
 def load_results(path: Path) -> dict[str, Any]:
     """The stored results; without a file, none."""
-    results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"machine": {}, "date": "", "parts": {}}
+    empty = {"machine": {}, "date": "", "parts": {}, "earlier": []}
+    results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else empty
     return results
 
 
-def summarise(parts: dict[str, Any]) -> dict[str, float]:
-    """How many times as long a phase takes: under torchrun as without it, and with a process group as without."""
-    ratios = {}
-    before, after = (
-        parts.get(part, {}).get("sides", {}).get("plain", {}).get("seconds") for part in ("plain 0.6B", "plain 0.6B again")
-    )
-    plain = before if after is None else after if before is None else (before + after) / 2
-    if before is not None and after is not None:
-        ratios["plain again over plain, 0.6B"] = after / before
-    for shape in STEPS:
-        sides = parts.get(f"torchrun {shape}", {}).get("sides", {})
-        one = sides.get("one", {}).get("seconds")
-        if one is None:
-            continue
-        if plain is not None and shape == "0.6B":
-            beside = parts.get(BESIDE_PLAIN, parts["torchrun 0.6B"])
-            if beside.get("commit") == parts["plain 0.6B" if before is not None else "plain 0.6B again"].get("commit"):
-                ratios["torchrun over plain, 0.6B"] = beside["sides"]["one"]["seconds"] / plain
-        ratios |= {
-            f"{way} over one process, {shape}": side["seconds"] / one
-            for way, side in sides.items()
-            if way != "one" and "seconds" in side
-        }
-        group = sides.get("optimizer", {}).get("seconds")
-        if group is not None and "seconds" in sides.get(KEPT, {}):
-            # FSDP2 alone: both have a process group of one rank.
-            ratios[f"{KEPT} over optimizer, {shape}"] = sides[KEPT]["seconds"] / group
-    return ratios
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How many times as long an update phase takes on one side as on another, in the steps of one command."""
+
+    name: str
+    ratio: float
+    """Of the medians."""
+    smallest: float
+    """Of single steps. Sides that took turns: step by step. Else of all pairs of steps."""
+    largest: float
+    norms_apart: float
+    """The largest distance of their gradient norms, as a share: more than 0 where the sides did not train the same."""
+    date: str
+    commit: str
+
+
+def compare(stored: dict[str, Any]) -> list[Comparison]:
+    """All comparisons of stored results, newer ones first: under torchrun beside without it, a process group beside none.
+
+    Machines differ by more than torchrun adds, so that only results of one command are compared.
+    """
+    results = [*stored["parts"].items(), *((each["part"], each) for each in stored.get("earlier", []))]
+    comparisons = list[Comparison]()
+    for part, result in results:
+        if "sides" in result:
+            beside = {name: each for name, each in results if "sides" in each and _command(each) == _command(result)}
+            comparisons += _compare_part(part, result, beside)
+    return comparisons
+
+
+def _command(result: dict[str, Any]) -> Any:
+    """What the results of one command have in common; the first ones hold no time."""
+    return result.get("run") or (result.get("date"), result.get("commit"))
+
+
+def _compare_part(part: str, result: dict[str, Any], beside: dict[str, Any]) -> Iterator[Comparison]:
+    """The comparisons of the sides of a part, with each other and with the plain runs `beside` them."""
+    date, commit = result.get("date", ""), result.get("commit", "")
+    sides = {way: side for way, side in result["sides"].items() if side.get("seconds") is not None}
+    plain = [each["sides"]["plain"] for name, each in beside.items() if name.startswith("plain")]
+    plain = [each for each in plain if each.get("seconds") is not None]
+
+    def compared(name: str, side: dict[str, Any], others: Sequence[dict[str, Any]], *, turns: bool) -> Comparison:
+        steps = [sample for each in others for sample in each["samples"]]
+        pairs = zip(side["samples"], steps, strict=False) if turns else [(a, b) for a in side["samples"] for b in steps]
+        ratios = [a / b for a, b in pairs]
+        return Comparison(
+            name=name,
+            ratio=side["seconds"] / statistics.mean([each["seconds"] for each in others]),
+            smallest=min(ratios),
+            largest=max(ratios),
+            norms_apart=max(
+                [abs(a / b - 1) for each in others for a, b in zip(_norms(side), _norms(each), strict=False)], default=0.0
+            ),
+            date=date,
+            commit=commit,
+        )
+
+    if part == "plain 0.6B again" and len(plain) == 2:
+        yield compared("plain again over plain, 0.6B", plain[1], plain[:1], turns=False)
+    one, shape = sides.pop("one", None), part.partition(" ")[2]
+    if one is None:
+        return
+    if plain and shape == "0.6B":
+        yield compared("torchrun over plain, 0.6B", one, plain, turns=False)
+    for way, side in sides.items():
+        yield compared(f"{way} over one process, {shape}", side, [one], turns=True)
+    if KEPT in sides and "optimizer" in sides:
+        # FSDP2 alone: both have a process group of one rank.
+        yield compared(f"{KEPT} over optimizer, {shape}", sides[KEPT], [sides["optimizer"]], turns=True)
+
+
+def _norms(side: dict[str, Any]) -> list[float]:
+    """The gradient norms of a side; the first results hold only that of the last step."""
+    return side["gradient_norms"] if "gradient_norms" in side else [side["gradient_norm"]] if "gradient_norm" in side else []
 
 
 def run_all(options: argparse.Namespace) -> None:
@@ -477,32 +522,32 @@ def run_all(options: argparse.Namespace) -> None:
     import transformers
 
     deadline = time.monotonic() + options.seconds
-    results = load_results(options.output)
+    results, run = load_results(options.output), time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     for part in options.parts:
         started, left = time.monotonic(), deadline - time.monotonic()
         result = {"skipped": "the time of the command is up"}
         if left > 10:
             result = run_part(part, min(left, PARTS[part][1]), options)
         results["date"] = time.strftime("%Y-%m-%d", time.gmtime())
-        if part == "plain 0.6B":
-            results["parts"].pop(BESIDE_PLAIN, None)
         kept = results["parts"].get(part, {})
-        if "skipped" not in result or not kept:
-            # A part that failed now does not replace one that did not.
-            keeps = "exit" in result and kept and "exit" not in kept
-            results["parts"][part] = kept if keeps else {**result, "date": results["date"], "commit": options.commit}
+        # A part that failed now does not replace one that did not.
+        if not kept or not ("skipped" in result or ("exit" in result and "exit" not in kept)):
+            if "sides" in kept:
+                results["earlier"] = [{"part": part, **kept}, *results.get("earlier", [])]
+            results["parts"][part] = {**result, "date": results["date"], "commit": options.commit, "run": run}
         results["machine"] = {
             "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
-        results["ratios"] = summarise(results["parts"])
         options.output.parent.mkdir(parents=True, exist_ok=True)
         beside = options.output.with_suffix(".part")
         beside.write_text(json.dumps(results, indent=1) + "\n")
         beside.replace(options.output)
         print(f"{part} ({time.monotonic() - started:.0f} s): {json.dumps(result)[:1500]}", flush=True)
-    print(json.dumps(results["ratios"], indent=1), flush=True)
+    for each in compare(results):
+        steps = f"{each.smallest:.3f} to {each.largest:.3f}"
+        print(f"{each.name}: {each.ratio:.3f} ({steps}), {each.date} {each.commit}", flush=True)
 
 
 def main() -> None:

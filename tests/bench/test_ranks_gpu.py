@@ -1,6 +1,7 @@
 """The measurement of ranks on one GPU, at toy shapes on a CPU: ratios, results stored singly, faults that stay alone."""
 
 import argparse
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -38,31 +39,76 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         assert result[f"engine, {way}"]["equal_on_ranks"]
 
 
+def side(*samples: float, norms: tuple[float, ...] = (2.0, 3.0)) -> dict[str, Any]:
+    return {"samples": list(samples), "seconds": statistics.median(samples), "gradient_norms": list(norms)}
+
+
+def ratios(parts: dict[str, Any]) -> dict[str, float]:
+    return {each.name: each.ratio for each in ranks.compare({"parts": parts})}
+
+
 def test_a_ratio_is_over_the_run_that_was_measured_beside_it() -> None:
-    parts = {
-        "plain 0.6B": {"sides": {"plain": {"seconds": 2.0}}},
-        "torchrun 0.6B": {"sides": {"one": {"seconds": 2.02}, "layers": {"seconds": 2.121}, "optimizer": {"error": "no"}}},
-        "torchrun 1.7B": {"sides": {"one": {"seconds": 4.0}, "layers": {"seconds": 4.4}}},
+    parts: dict[str, Any] = {
+        "plain 0.6B": {"sides": {"plain": side(2.0)}},
+        "torchrun 0.6B": {"sides": {"one": side(2.02), "layers": side(2.121), "optimizer": {"error": "no"}}},
+        "torchrun 1.7B": {"sides": {"one": side(4.0), "layers": side(4.4)}},
+        "two": {"backend": "gloo"},
     }
-    assert ranks.summarise(parts) == pytest.approx(
+    assert ratios(parts) == pytest.approx(
         {
             "torchrun over plain, 0.6B": 1.01,
             "layers over one process, 0.6B": 1.05,
             "layers over one process, 1.7B": 1.1,
         }
     )
-    assert ranks.summarise({}) == {}
-    both = {"one": {"seconds": 4.0}, "optimizer": {"seconds": 4.2}, "layers, kept": {"seconds": 4.41}}
-    assert ranks.summarise({"torchrun 1.7B": {"sides": both}}) == pytest.approx(
+    assert ratios({}) == {}
+    both = {"one": side(4.0), "optimizer": side(4.2), "layers, kept": side(4.41)}
+    assert ratios({"torchrun 1.7B": {"sides": both}}) == pytest.approx(
         {
             "optimizer over one process, 1.7B": 1.05,
             "layers, kept over one process, 1.7B": 1.1025,
             "layers, kept over optimizer, 1.7B": 1.05,
         }
     )
-    parts["plain 0.6B again"] = {"sides": {"plain": {"seconds": 2.04}}}
-    assert ranks.summarise(parts)["plain again over plain, 0.6B"] == pytest.approx(1.02)
-    assert ranks.summarise(parts)["torchrun over plain, 0.6B"] == pytest.approx(1.0), "over the mean of both plain runs"
+    parts["plain 0.6B again"] = {"sides": {"plain": side(2.04)}}
+    assert ratios(parts)["plain again over plain, 0.6B"] == pytest.approx(1.02)
+    assert ratios(parts)["torchrun over plain, 0.6B"] == pytest.approx(1.0), "over the mean of both plain runs"
+
+
+def test_only_results_of_one_command_are_compared_the_replaced_ones_too() -> None:
+    """Machines differ by more than torchrun adds."""
+    first, second = {"date": "2026-11-18", "commit": "abc"}, {"date": "2026-11-18", "commit": "def", "run": "later"}
+    stored: dict[str, Any] = {
+        "parts": {
+            "plain 0.6B": {"sides": {"plain": side(2.0)}, **first},
+            "torchrun 0.6B": {"sides": {"one": side(3.0), "layers": side(3.3)}, **second},
+        },
+        "earlier": [{"part": "torchrun 0.6B", "sides": {"one": side(2.02), "layers": side(2.5)}, **first}],
+    }
+    assert [(each.name, round(each.ratio, 2), each.commit) for each in ranks.compare(stored)] == [
+        ("layers over one process, 0.6B", 1.1, "def"),
+        ("torchrun over plain, 0.6B", 1.01, "abc"),
+        ("layers over one process, 0.6B", 1.24, "abc"),
+    ]
+
+
+def test_a_comparison_tells_its_single_steps_and_how_far_norms_are_apart() -> None:
+    parts = {"torchrun 1.7B": {"sides": {"one": side(2.0, 4.0, 2.0), "layers": side(2.2, 2.0, 2.4, norms=(2.0, 3.3))}}}
+    (turns,) = ranks.compare({"parts": parts})
+    assert (turns.smallest, turns.largest, turns.norms_apart) == pytest.approx((0.5, 1.2, 0.1))
+    parts = {"plain 0.6B": {"sides": {"plain": side(2.0, 4.0)}}, "torchrun 0.6B": {"sides": {"one": side(3.0, 5.0)}}}
+    (apart,) = ranks.compare({"parts": parts})
+    assert (apart.smallest, apart.largest, apart.norms_apart) == (0.75, 2.5, 0.0), "they did not take turns"
+
+
+def test_a_result_that_is_replaced_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
+    results = [{"sides": {"plain": side(2.0)}}, {"exit": 1, "sides": {}}, {"sides": {"plain": side(3.0)}}]
+    monkeypatch.setattr(ranks, "run_part", lambda part, limit, own: results.pop(0))
+    for _ in range(3):
+        ranks.run_all(options(tmp_path, "plain 0.6B"))
+    stored = ranks.load_results(tmp_path / "ranks.json")
+    assert stored["parts"]["plain 0.6B"]["sides"]["plain"]["seconds"] == 3.0
+    assert [(each["part"], each["sides"]["plain"]["seconds"]) for each in stored["earlier"]] == [("plain 0.6B", 2.0)]
 
 
 def test_a_part_that_fails_keeps_the_stored_one_and_the_others_go_on(tmp_path: Path, monkeypatch: Any) -> None:
@@ -70,7 +116,7 @@ def test_a_part_that_fails_keeps_the_stored_one_and_the_others_go_on(tmp_path: P
     monkeypatch.setattr(ranks, "run_part", lambda part, limit, own: outcomes[part])
     ranks.run_all(options(tmp_path, "two", "nccl"))
     stored = ranks.load_results(tmp_path / "ranks.json")
-    when = {"date": stored["date"], "commit": "abc1234"}
+    when = {"date": stored["date"], "commit": "abc1234", "run": stored["parts"]["two"]["run"]}
     assert stored["parts"] == {name: {**result, **when} for name, result in outcomes.items()}
     outcomes["nccl"] = {"exit": "more than 40 s"}
     ranks.run_all(options(tmp_path, "nccl"))
@@ -81,8 +127,9 @@ def test_a_part_that_fails_keeps_the_stored_one_and_the_others_go_on(tmp_path: P
 
 def test_every_stored_part_names_its_own_date_and_commit() -> None:
     """Parts are measured on different days, and one command measures only some of them."""
-    parts = ranks.load_results(ranks.RESULTS)["parts"]
-    assert all(part["date"] and part["commit"] for part in parts.values())
+    stored = ranks.load_results(ranks.RESULTS)
+    assert set(stored["parts"]) <= set(ranks.PARTS) and {each["part"] for each in stored["earlier"]} <= set(ranks.PARTS)
+    assert all(part["date"] and part["commit"] for part in [*stored["parts"].values(), *stored["earlier"]])
 
 
 def test_the_time_of_all_parts_is_bounded(tmp_path: Path, monkeypatch: Any) -> None:
@@ -104,15 +151,14 @@ def test_the_page_tells_what_was_measured_and_what_was_not() -> None:
     assert nothing.count("not measured yet") == 13
     two = {"float32, layers, kept": {"weights": 2e-7}, "float32, optimizer": {"error": "RuntimeError: no"}, "exit": 1}
     two["engine, layers, kept"] = {"equal_on_ranks": True}
-    ratios = {"layers, kept over one process, 0.6B": 1.034, "torchrun over plain, 0.6B": 1.026}
     stored = {
         "parts": {
             "nccl": {"takes_two": False, "date": "2026-11-19", "commit": "abc1234"},
             "two": two,
-            "torchrun 0.6B": {},
+            "plain 0.6B": {"sides": {"plain": side(2.0)}, "date": "2026-11-20"},
+            "torchrun 0.6B": {"sides": {"one": side(2.052), "layers, kept": side(2.121768)}, "date": "2026-11-20"},
             "torchrun 1.7B": {"errors": {"layers, kept": "OutOfMemoryError: full"}},
         },
-        "ratios": ratios,
         "date": "2026-11-20",
         "machine": {"device": "H200"},
     }
