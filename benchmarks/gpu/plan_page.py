@@ -1,6 +1,7 @@
 """The generated parts of docs/plan.md and docs/scaling.md: measured and calculated figures, and how far apart they are."""
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -75,14 +76,14 @@ _RATIOS = (
     (
         "a plain run, 0.6B, over another in a process of its own",
         "",
-        1.0,
+        math.inf,
         "plain again over plain, 0.6B",
         "plain 0.6B again",
         "",
     ),
     (
         "one rank under torchrun, 0.6B, over a plain run",
-        "at most +2 %",
+        "within 2 %",
         0.02,
         "torchrun over plain, 0.6B",
         "torchrun 0.6B",
@@ -91,7 +92,7 @@ _RATIOS = (
     *(
         (
             f"FSDP2 on one rank, {shape}, {words}, over the same run without",
-            "at most +5 %",
+            "within 5 %",
             0.05,
             f"{way} over one process, {shape}",
             f"torchrun {shape}",
@@ -114,14 +115,16 @@ def one_gpu(stored: dict[str, Any]) -> str:
         told = [each for each in comparisons if each.name == name]
         why = _why_not(parts.get(part, {}), side)
         if not told or why != _UNKNOWN:
-            rows.append([what, wanted, why, "" if why == _UNKNOWN else _when(stored, part)])
+            rows.append([what, wanted, why, "", "", "" if why == _UNKNOWN else _when(stored, part)])
         for each in told:
-            beyond = ", more than wanted" if each.ratio - 1 > allowed else ""
-            rows.append([what, wanted, f"{100 * (each.ratio - 1):+.1f} %{beyond}", _moment(stored, each.date, each.commit)])
+            cells = [f"{100 * (each.ratio - 1):+.1f} %{_verdict(each, allowed)}"]
+            cells.append(f"{100 * (each.smallest - 1):+.1f} to {100 * (each.largest - 1):+.1f} %")
+            cells.append(f"up to {100 * each.norms_apart:.2g} % apart" if each.norms_apart else "equal")
+            rows.append([what, wanted, *cells, _moment(stored, each.date, each.commit)])
     nccl, two = parts.get("nccl", {}), parts.get("two", {})
     takes = nccl.get("takes_two")
     words = _why_not(nccl, "") if takes is None else "takes them" if takes else "refuses them"
-    rows.append(["NCCL with two processes on one GPU", "stated", words, _when(stored, "nccl")])
+    rows.append(["NCCL with two processes on one GPU", "stated", words, "", "", _when(stored, "nccl")])
     for way in gpu_ranks.WAYS:
         shard, _, kept = way.partition(", ")
         update, name = two.get(f"float32, {way}", {}), f'two processes on one GPU (gloo), `"{shard}"`'
@@ -129,14 +132,27 @@ def one_gpu(stored: dict[str, Any]) -> str:
         apart = _why_not(two, f"float32, {way}")
         if "weights" in update:
             apart = f"{update['weights']:.1e}{', more than wanted' if update['weights'] > 1e-6 else ''}"
-        rows.append(
-            [f"{name}: weights after one float32 update, apart from those of one", "1e-6", apart, _when(stored, "two")]
-        )
+        what = f"{name}: weights after one float32 update, apart from those of one"
+        rows.append([what, "1e-6", apart, "", "", _when(stored, "two")])
         engine, equal = two.get(f"engine, {way}", {}), _why_not(two, f"engine, {way}")
         if "equal_on_ranks" in engine:
             equal = "equal" if engine["equal_on_ranks"] else "different"
-        rows.append([f"{name}: weights of the two after whole steps with the engine", "equal", equal, _when(stored, "two")])
-    return markdown(["", "wanted", "measured", "when"], rows)
+        what = f"{name}: weights of the two after whole steps with the engine"
+        rows.append([what, "equal", equal, "", "", _when(stored, "two")])
+    return markdown(["", "wanted", "measured", "single steps", "gradient norms", "when"], rows)
+
+
+def _verdict(comparison: gpu_ranks.Comparison, allowed: float) -> str:
+    """Whether a ratio is further from 1 than `allowed`. Steps that spread by more resolve only what all of them show."""
+    smallest, largest = comparison.smallest - 1, comparison.largest - 1
+    if smallest > allowed:
+        return ", slower than that"
+    if largest < -allowed:
+        return ", faster than that"
+    if largest - smallest > allowed:
+        return ", not resolved"
+    middle = comparison.ratio - 1
+    return ", slower than that" if middle > allowed else ", faster than that" if middle < -allowed else ""
 
 
 def _why_not(part: dict[str, Any], side: str) -> str:

@@ -151,12 +151,13 @@ def test_the_page_tells_what_was_measured_and_what_was_not() -> None:
     assert nothing.count("not measured yet") == 13
     two = {"float32, layers, kept": {"weights": 2e-7}, "float32, optimizer": {"error": "RuntimeError: no"}, "exit": 1}
     two["engine, layers, kept"] = {"equal_on_ranks": True}
+    other = side(2.121768, norms=(2.2, 3.0))
     stored = {
         "parts": {
             "nccl": {"takes_two": False, "date": "2026-11-19", "commit": "abc1234"},
             "two": two,
             "plain 0.6B": {"sides": {"plain": side(2.0)}, "date": "2026-11-20"},
-            "torchrun 0.6B": {"sides": {"one": side(2.052), "layers, kept": side(2.121768)}, "date": "2026-11-20"},
+            "torchrun 0.6B": {"sides": {"one": side(2.052), "layers, kept": other}, "date": "2026-11-20"},
             "torchrun 1.7B": {"errors": {"layers, kept": "OutOfMemoryError: full"}},
         },
         "date": "2026-11-20",
@@ -164,14 +165,38 @@ def test_the_page_tells_what_was_measured_and_what_was_not() -> None:
     }
     lines = one_gpu(stored).splitlines()
     told = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
-    assert "| at most +2 % | +2.6 %, more than wanted | 2026-11-20, H200 |" in lines[3]
-    assert "| at most +5 % | +3.4 % |" in lines[4]
+    assert "| within 2 % | +2.6 %, slower than that | +2.6 to +2.6 % | equal | 2026-11-20, H200 |" in lines[3]
+    assert "| within 5 % | +3.4 % | +3.4 to +3.4 % | up to 10 % apart | 2026-11-20, H200 |" in lines[4]
     kept = "FSDP2 on one rank, 1.7B, layers and gradients kept during updates, over the same run without"
     assert "failed: OutOfMemoryError: full" in told[kept]
-    assert "refuses them | 2026-11-19, H200, abc1234 |" in told["NCCL with two processes on one GPU"]
+    assert "refuses them |  |  | 2026-11-19, H200, abc1234 |" in told["NCCL with two processes on one GPU"]
     failed = "failed: exit code 1"
     assert [line.split(" | ")[2] for line in lines[9:]] == [
         *("failed: RuntimeError: no", failed),
         *("2.0e-07", "equal"),
         *(failed, failed),
     ]
+
+
+@pytest.mark.parametrize(
+    ("smallest", "ratio", "largest", "verdict"),
+    [
+        (1.01, 1.02, 1.03, ""),
+        (1.04, 1.06, 1.07, ", slower than that"),
+        (0.93, 0.94, 0.96, ", faster than that"),
+        (0.95, 1.06, 1.10, ", not resolved"),
+        (0.86, 0.95, 1.04, ", not resolved"),
+        (1.46, 1.54, 1.66, ", slower than that"),  # they spread by 20 %, and all are beyond
+        (0.50, 0.60, 0.70, ", faster than that"),
+    ],
+)
+def test_steps_that_spread_by_more_than_is_wanted_resolve_nothing(
+    smallest: float, ratio: float, largest: float, verdict: str
+) -> None:
+    from benchmarks.gpu.plan_page import _verdict
+
+    comparison = ranks.Comparison(
+        name="", ratio=ratio, smallest=smallest, largest=largest, norms_apart=0.0, date="2026-11-20", commit="abc1234"
+    )
+    assert _verdict(comparison, 0.05) == verdict
+    assert not _verdict(comparison, float("inf"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import legato
+from benchmarks.gpu import ranks
 from docs.generate import pages
 from legato.algorithms.catalogue import algorithm_names, entry
 from legato.config.document import options
@@ -74,14 +75,19 @@ def test_the_measured_figures_of_the_readme_are_those_of_the_stored_files() -> N
     assert f"a peak of {eight['peak_gib']:.1f} GiB, {away['seconds']['step']:.1f} s with an offloaded one" in one_line
     assert f"at {away['peak_gib']:.1f} GiB, and {lora['seconds']['step']:.1f} s by LoRA" in one_line
     assert f"at {lora['peak_gib']:.1f} GiB" in one_line
-    ratios = json.loads((results / "ranks-gpu.json").read_text())["ratios"]
-    assert f"a 1.7B shape {100 * ratios['layers over one process, 1.7B'] - 100:.0f} % slower where layers are" in one_line
-    assert f"(a 0.6B shape {100 * ratios['layers over one process, 0.6B'] - 100:.0f} %)" in one_line
-    assert "and no slower where there is memory to keep them" in one_line
-    assert all(ratios[f"layers, kept over one process, {shape}"] < 1.02 for shape in ("0.6B", "1.7B"))
-    limits = (ROOT / "docs" / "plan.md").read_text().partition("## Limits")[2]
-    slower = [f"{100 * ratios[f'layers over one process, {shape}'] - 100:.0f} %" for shape in ("1.7B", "0.6B")]
-    assert f"{slower[0]} longer at 1.7B and {slower[1]} at 0.6B" in limits
+    compared = ranks.compare(ranks.load_results(ranks.RESULTS))
+
+    def slower(shape: str) -> str:
+        own = [each for each in compared if each.name == f"layers over one process, {shape}"]
+        return " and ".join(f"{100 * each.ratio - 100:.0f}" for each in own)
+
+    assert f"a 1.7B shape {slower('1.7B')} % slower in two runs where layers are" in one_line
+    assert f"(a 0.6B shape {slower('0.6B')} %)" in one_line
+    assert "where there is memory to keep them, three to five steps did not resolve" in one_line
+    kept = [each for each in compared if each.name.startswith("layers, kept over one process")]
+    assert len(kept) == 2 and all(each.largest - each.smallest > 0.05 for each in kept)
+    limits = " ".join((ROOT / "docs" / "plan.md").read_text().partition("## Limits")[2].split())
+    assert f"{slower('1.7B')} % longer at 1.7B, in two runs, and {slower('0.6B')} % at 0.6B" in limits
     rows = re.findall(
         r"^\| [\d.]+B \| (\w+) \|.* ([\d.]+)x \| \d+ \|$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE
     )
