@@ -6,6 +6,7 @@ Every entry names its file, the part of it, the date and the machine.
 
 import json
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from legato.training.plan import plan
 RESULTS = Path(__file__).parents[1] / "results"
 STORED = Path(__file__).parents[2] / "src" / "legato" / "capacity" / "measured.json"
 NAMES = {"0.6B": "qwen3-0.6b", "1.7B": "qwen3-1.7b"}
+DECODED = ("0.6B fixed Legato, shared prompts", "0.6B ragged Legato, shared prompts")
+"""The runs of B7 from which decoding is derived: responses of one length, and of the lengths of real ones."""
 HOST_CORES = 16
 """Of the machine of "8b-offload" as stored at 833ff49, before results held their cores: the machine that was lent then."""
 MIXTURE = "Qwen3-MoE of 1.3 billion weights (24 layers, 32 experts, 4 active)"
@@ -100,7 +103,7 @@ def pack_sizes(tokens_per_pack: int, seed: int, *, repeated: bool = False) -> li
 def factors() -> dict[str, Any]:
     """Everything that `measured.json` holds."""
     gpu, routed, large = load("gpu.json"), load("routing-gpu.json"), load("large.json")
-    parts, decoded = gpu["sections"]["B4"]["parts"], gpu["sections"]["B7"]["parts"]
+    parts = gpu["sections"]["B4"]["parts"]
     machine = f"{gpu['machine']['device']}, torch {gpu['machine']['torch']}"
 
     def entry(value: float, part: str, date: str, file: str = "gpu.json", **more: Any) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def factors() -> dict[str, Any]:
     whole, own = (parts[f"0.6B Legato{name}"] for name in ("", ", fused parts off"))
     small = parts["0.6B Legato, 8k tokens a pack"]
     packs = sum(map(len, pack_sizes(8192, 0)[1:]))
-    fixed, ragged = (decoded[f"0.6B {name} Legato, shared prompts"] for name in ("fixed", "ragged"))
+    fixed, ragged = decoding_runs(gpu["sections"]["B7"])
     efficiency, per_layer = _solve_decoding(fixed, ragged, dense_shape("0.6B").layers)
     older, newer = sorted(run["run"][:10] for run in (fixed, ragged))
     both = "B7, 0.6B fixed and ragged Legato, shared prompts" + (f" (runs of {older} and {newer})" if newer > older else "")
@@ -266,12 +269,31 @@ def _host_speed(result: dict[str, Any], hardware: Any, dense: float) -> float:
     return float(on_host / (each - link / hardware.pcie))
 
 
+def decoding_runs(section: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The newest runs of equal and of ragged lengths that were measured within a day of each other.
+
+    Two unknowns are solved from their times, so that both must be of the same code: decoding changes from day to day.
+    """
+    stored = [section["parts"], section.get("earlier", {})]
+    fixed, ragged = ([each[name] for each in stored if name in each] for name in DECODED)
+    pairs = [(one, other) for one in fixed for other in ragged if abs(_time(one) - _time(other)) <= timedelta(days=1)]
+    if not pairs:
+        runs = ", ".join(run["run"] for run in fixed + ragged)
+        raise ValueError(
+            f"expected equal and ragged lengths measured within a day, got runs of {runs} (B7); measure both again"
+        )
+    return max(pairs, key=lambda pair: min(map(_time, pair)))
+
+
+def _time(run: dict[str, Any]) -> datetime:
+    return datetime.strptime(run["run"], "%Y-%m-%d %H:%M")
+
+
 def _solve_decoding(fixed: dict[str, Any], ragged: dict[str, Any], layers: int) -> tuple[float, float]:
     """(efficiency, seconds per layer and step) with which roofline / efficiency + steps x layers x seconds is both times.
 
     Rows of equal length fill every step; of ragged lengths few rows are left in the last steps, so that the two runs have
-    about the same roofline in different numbers of steps. Two runs of different days can together give more than the whole
-    roofline, which nothing reaches: the efficiency is then 1, and the seconds are those that come nearest to both times.
+    about the same roofline in different numbers of steps.
     """
     first, second = (float(run["floor_seconds"]) for run in (fixed, ragged))
     steps = [run["steps"] * layers for run in (fixed, ragged)]
@@ -279,13 +301,11 @@ def _solve_decoding(fixed: dict[str, Any], ragged: dict[str, Any], layers: int) 
     determinant = first * steps[1] - second * steps[0]
     x = (fixed["seconds"] * steps[1] - ragged["seconds"] * steps[0]) / determinant
     c = (first * ragged["seconds"] - second * fixed["seconds"]) / determinant
-    if x < 1:
-        rows = [
-            (floor, run["seconds"], count) for floor, run, count in zip((first, second), (fixed, ragged), steps, strict=True)
-        ]
-        # The least sum of squares of (floor + count c - time) / time.
-        weighted = sum((time - floor) * count / time**2 for floor, time, count in rows)
-        return 1.0, weighted / sum((count / time) ** 2 for _, time, count in rows)
+    if x < 1 or c < 0:
+        raise ValueError(
+            f"expected times that the roofline and a time per layer explain, got {1 / x:.0%} of the roofline and {c:.2g} s"
+            f" (B7, runs of {fixed['run']} and {ragged['run']}); measure both again in one command"
+        )
     return 1 / x, c
 
 

@@ -194,7 +194,10 @@ def spread(samples: list[float]) -> dict[str, float]:
 
 
 class Document:
-    """The results file: one machine and a section per benchmark, each with its parts."""
+    """The results file: one machine and a section per benchmark, each with its parts.
+
+    A section's `earlier` has the last replaced result of parts that were measured again without the others.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -212,7 +215,11 @@ class Document:
         return result is not None and "error" not in result
 
     def store(self, section: str, part: str, result: Mapping[str, Any]) -> None:
-        self.content["sections"][section]["parts"][part] = dict(result)
+        """Store the result of a part. One that it replaces is kept: other parts may have been measured beside it only."""
+        own = self.content["sections"][section]
+        if self.has_result(section, part):
+            own.setdefault("earlier", {})[part] = own["parts"][part]
+        own["parts"][part] = dict(result)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Written to a second file and moved, so that a command killed here leaves the old file intact.
         beside = self.path.with_suffix(".part")

@@ -98,6 +98,13 @@ def test_a_command_replaces_only_the_named_parts(bench: Bench, tmp_path: Path) -
     sections = Document(document.path).content["sections"]
     values = {name: [part["value"] for part in section["parts"].values()] for name, section in sections.items()}
     assert values == {"B1": [1, 2], "B2": [3]}
+    assert sections["B1"]["earlier"]["theirs"]["value"] == 1, "that of the command which measured ours"
+    assert "ours" not in sections["B1"]["earlier"] and "earlier" not in sections["B2"]
+    document.store("B1", "theirs", {"error": "no"})
+    document.store("B1", "theirs", {"value": 4})
+    assert document.content["sections"]["B1"]["earlier"]["theirs"]["value"] == 2
+    run_parts(bench, document, "B1", {"ours": lambda _: {"value": 5}}, ())
+    assert "earlier" not in document.content["sections"]["B1"], "all parts are of one command"
 
 
 def test_no_part_starts_after_the_deadline(bench: Bench, tmp_path: Path) -> None:

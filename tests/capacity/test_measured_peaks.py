@@ -145,12 +145,29 @@ def test_both_decoding_times_follow_from_the_factors_that_are_solved_from_them()
 
     share, each = factors._solve_decoding(decode(1.2, 512, 0.8, 7e-5), decode(1.3, 1024, 0.8, 7e-5), 28)
     assert (share, each) == (pytest.approx(0.8), pytest.approx(7e-5))
-    # Runs of two days, of which one machine was faster than the other.
+    # Of two versions of the code, of which one is faster than the other.
     fixed, ragged = decode(1.2, 512, 0.99, 6.5e-5), decode(1.2, 1024, 0.99, 7e-5)
-    share, each = factors._solve_decoding(fixed, ragged, 28)
-    assert share == 1.0
-    for run in (fixed, ragged):
-        assert run["floor_seconds"] + run["steps"] * 28 * each == pytest.approx(run["seconds"], rel=0.03)
+    fixed["run"], ragged["run"] = "2026-11-18 18:28", "2026-11-16 02:16"
+    with pytest.raises(ValueError, match=r"got 112% of the roofline .*measure both again"):
+        factors._solve_decoding(fixed, ragged, 28)
+
+
+def test_decoding_is_solved_from_runs_of_one_day_and_one_version() -> None:
+    """Projections were joined between the stored runs of 2026-11-16 and of 2026-11-18."""
+
+    def section(now: tuple[str, str], *before: str) -> dict[str, Any]:
+        runs = [dict(zip(factors.DECODED, [{"run": each} for each in times], strict=False)) for times in (now, before)]
+        return {"parts": runs[0], "earlier": runs[1]}
+
+    def chosen(stored: dict[str, Any]) -> list[str]:
+        return [run["run"] for run in factors.decoding_runs(stored)]
+
+    old, ragged, new = "2026-11-15 13:17", "2026-11-16 02:16", "2026-11-18 18:28"
+    assert chosen(section((new, ragged), old)) == [old, ragged]
+    assert chosen(section((new, new), old, ragged)) == [new, new]
+    with pytest.raises(ValueError, match="expected equal and ragged lengths measured within a day, got runs of 2026-11-18"):
+        factors.decoding_runs(section((new, ragged)))
+    assert chosen(factors.load("gpu.json")["sections"]["B7"]) == [old, ragged], "until ragged lengths are measured anew"
 
 
 def _listed(group: Any) -> list[dict[str, Any]]:
