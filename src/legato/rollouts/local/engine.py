@@ -287,7 +287,10 @@ class LocalEngine(JobEngine):
         """Let the decoder begin after the KV caches that earlier turns of these jobs left."""
         if not isinstance(decoder, Blocks) or self.routers is not None:
             return  # recording routes needs every prompt token
-        kept = [self.keeper.usable(job.request.kept, job.request.prompt) for job in jobs]
+        brought = [job.request.kept for job in jobs]
+        if not any(brought):
+            return
+        kept = [self.keeper.usable(each, job.request.prompt) for each, job in zip(brought, jobs, strict=True)]
         covered = sum(one[1] for one in kept if one is not None)
         if covered:
             decoder.reuse(kept)
