@@ -18,7 +18,14 @@ from legato.rollouts.engine import EnginePlace, Handle, Limits, Request, Respons
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.servers.dialect import Ask
 from legato.rollouts.servers.dialects.base import CHECK_SECONDS, Dialect, Reading, ServerFacts
-from legato.rollouts.servers.errors import BadReplyError, BusyError, FailedError, ServerError, UnreachableError
+from legato.rollouts.servers.errors import (
+    BadReplyError,
+    BusyError,
+    FailedError,
+    ServerError,
+    TooManyFilesError,
+    UnreachableError,
+)
 from legato.rollouts.servers.fleet import LOOK_SECONDS, Fleet, NoServersError
 from legato.rollouts.servers.member import Attempt, State
 from legato.rollouts.servers.probe import Probe, ProbeReply
@@ -351,6 +358,19 @@ def test_a_server_that_is_too_busy_to_say_that_it_is_alive_is_not_dropped() -> N
     fleet._suspect(fleet.servers[0])
     fleet.generate(batch, Sampling(), LIMITS)
     assert said == [] and fleet.metrics()["servers/drops"] == 0
+
+
+def test_a_server_is_not_blamed_for_files_that_this_process_may_not_open() -> None:
+    fleet = make_fleet(World(1, 2, faults=0.0), [])
+
+    def fail(client: Any, seconds: float = 1.0) -> Any:
+        raise TooManyFilesError("expected to open a connection")
+
+    fleet.dialect.check_alive = fail  # type: ignore[method-assign]
+    fleet._suspect(fleet.servers[0])
+    with pytest.raises(TooManyFilesError):
+        fleet.generate([Request(prompt=torch.tensor([1, 2]), seeds=(1,))], Sampling(), LIMITS)
+    assert fleet.metrics()["servers/drops"] == 0
 
 
 def test_a_server_that_answers_is_not_dropped_because_it_is_slow_to_say_that_it_is_alive() -> None:

@@ -133,7 +133,7 @@ class RunningServer:
         self._server = None
         if not hard:
             for client in self._clients:
-                client.close()
+                client.drop_connections()
 
     def restart(self, served: Served) -> None:
         """Stop and start again on the same port, with another `Served` over the same or other weights."""
@@ -146,7 +146,7 @@ class RunningServer:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self) -> HttpClient:
-        """A client that is closed with the server."""
+        """A client whose connections are closed with the server."""
         self._clients.append(HttpClient(self.url, self.key))
         return self._clients[-1]
 

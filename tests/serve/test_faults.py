@@ -210,13 +210,11 @@ def test_a_kept_connection_that_the_server_closed_is_opened_again() -> None:
     with running(make_served(policy)) as server:
         client = server.client()
         assert client.get("/health", seconds=5.0)["status"] == "ok"
-        server.stop()
-        server.served = make_served(policy)
-        server.start()
+        server.restart(make_served(policy))
         assert client.get("/health", seconds=5.0)["status"] == "ok"
 
 
-def test_closing_a_client_ends_its_requests_in_flight() -> None:
+def test_dropping_the_connections_of_a_client_ends_its_requests_in_flight() -> None:
     """The threads that wait for them go on, and the server forgets them."""
     served, errors = make_served(chat_policy()), list[ServerError]()
     with running(served) as server:
@@ -233,7 +231,7 @@ def test_closing_a_client_ends_its_requests_in_flight() -> None:
         for thread in asking:
             thread.start()
         wait_until(lambda: served.admission.taken == len(asking))
-        client.close()
+        client.drop_connections()
         wait_until(lambda: served.admission.taken == 0)
         for thread in asking:
             thread.join(10)

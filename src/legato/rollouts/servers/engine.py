@@ -77,7 +77,7 @@ class ServerEngine(JobEngine):
         """The versions of the weights that the tokens of all responses were sampled from."""
         self._threads = threads
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[Handle, int, Response | ServerError]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[Handle, int, Response | Exception]] = queue.SimpleQueue()
         self._started = 0
         self._jitter = random.Random()  # the global generator belongs to the run
 
@@ -99,6 +99,8 @@ class ServerEngine(JobEngine):
                 continue  # cancelled
             if isinstance(answer, ServerError):
                 raise InputError(f"the server {self.client.url} gave no response: {answer} (--server)")
+            if isinstance(answer, Exception):
+                raise answer
             self.jobs[handle].responses[place] = answer
             self.versions.update(answer.version.tolist())
         return []
@@ -131,8 +133,8 @@ class ServerEngine(JobEngine):
             name=uuid.uuid4().hex,
         )
         try:
-            answer: Response | ServerError = self._ask(ask)
-        except ServerError as error:
+            answer: Response | Exception = self._ask(ask)
+        except Exception as error:  # raised by `poll`
             answer = error
         self._answers.put((job.handle, place, answer))
 

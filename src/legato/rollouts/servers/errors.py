@@ -1,5 +1,7 @@
 """What can go wrong between a client and a server, by what the client should do about it."""
 
+from legato.errors import InputError
+
 
 class ServerError(Exception):
     """A request to a server that gave no usable answer."""
@@ -41,3 +43,7 @@ class RefusedError(ServerError):
 
 class BadReplyError(ServerError):
     """The answer is not what was asked for: no JSON, fields missing, tokens or log-probs that cannot be."""
+
+
+class TooManyFilesError(InputError):
+    """This process may not open another connection. That says nothing of the server, and no server would do better."""

@@ -55,7 +55,7 @@ from legato.rollouts.sampling import Sampling
 from legato.rollouts.servers.agreement import Loaded, merge_counts, share_loaded
 from legato.rollouts.servers.dialect import UNKNOWN_VERSION, Ask
 from legato.rollouts.servers.dialects.base import Dialect, Reading, ServerFacts, StartPlan
-from legato.rollouts.servers.errors import BusyError, RefusedError, ServerError
+from legato.rollouts.servers.errors import BusyError, RefusedError, ServerError, TooManyFilesError
 from legato.rollouts.servers.folders import WeightFolders
 from legato.rollouts.servers.http import HttpClient
 from legato.rollouts.servers.member import Attempt, Counts, Server, State, Ticket
@@ -119,7 +119,7 @@ class Fleet(JobEngine):
         `world`: the ranks that ask the same servers; every rank makes its fleet, opens it and publishes together.
         """
         super().__init__()
-        # Every request in flight has a connection of its own, and an idle thread keeps one to each server that it has asked.
+        # Every request in flight has a connection of its own.
         raise_file_limit()
         self.policy, self.dialect, self.settings = policy, dialect, settings
         self.world = OneProcess() if world is None else world
@@ -189,14 +189,7 @@ class Fleet(JobEngine):
 
     def _at_all(self, servers: Sequence[Server], work: Callable[[Server], Any]) -> list[Any]:
         """What `work` returns or raises for each server, all at once."""
-
-        def run(server: Server) -> Any:
-            try:
-                return work(server)
-            finally:
-                server.client.release()  # the connection of a thread that ends
-
-        return self.transport.all([partial(run, server) for server in servers])
+        return self.transport.all([partial(work, server) for server in servers])
 
     def _check_quorum_at_start(self) -> None:
         answering = [server for server in self.servers if server.state is State.UP]
@@ -429,7 +422,7 @@ class Fleet(JobEngine):
     def _restart(self, server: Server, published: "Published") -> None:
         """Start a server of the run's own again, on published weights; in a thread."""
         assert server.started is not None
-        server.client.close()
+        server.client.drop_connections()
         server.started.start(self._base if self._adapters and self._base is not None else published.folder)
         if self._closed.is_set():
             server.started.end()  # all others were ended before this one was started
@@ -610,6 +603,8 @@ class Fleet(JobEngine):
 
     def _take(self, key: Any, result: Any) -> None:
         """Take a result over: of a request, of a check, or of a server that may come back."""
+        if isinstance(result, TooManyFilesError):
+            raise result
         if isinstance(key, Attempt):
             self._take_answer(key, result)
         elif key[0] == "check":
@@ -747,7 +742,7 @@ class Fleet(JobEngine):
                 self._pending.append(attempt.ticket)
         server.running.clear()
         # It may not have noticed, and would get others beside them when it is back.
-        server.client.close()
+        server.client.drop_connections()
         left = self._answering()
         self._say(f"{server.client.url} is dropped ({shorten(why, 400)}); {left} of {len(self.servers)} servers answer")
 
@@ -792,14 +787,10 @@ class Fleet(JobEngine):
 
     def _look(self, server: Server, published: "Published") -> str | None:
         """The name of the weights that a server has; in a thread."""
-        try:
-            if self.world.rank:  # rank 0 may be a publish ahead
-                self._check_alive(server)
-                return published.name
-            return self.dialect.weights_name(server.client)
-        finally:
-            if self._closed.is_set():
-                server.client.release()  # it may have been opened after `close` had closed all
+        if self.world.rank:  # rank 0 may be a publish ahead
+            self._check_alive(server)
+            return published.name
+        return self.dialect.weights_name(server.client)
 
     def _take_look(self, server: Server, life: int, published: "Published", asked_at: float, result: Any) -> None:
         """Suspect a server that does not answer; drop one that has other weights than those that were published last."""

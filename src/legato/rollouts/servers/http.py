@@ -3,24 +3,36 @@
     client = HttpClient("http://127.0.0.1:8000", key="...")
     client.post("/inference/v1/generate", {"token_ids": [...], ...}, seconds=60)
 
-Standard library only. Any thread may use a client: each has a connection of its own.
+Standard library only. Any thread may use a client: every request has a connection to itself, which the next one uses again.
 """
 
 import contextlib
+import errno
 import http.client
 import json
 import math
+import resource
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from legato.errors import InputError, shorten
-from legato.rollouts.servers.errors import BadReplyError, BusyError, FailedError, RefusedError, ServerError, UnreachableError
+from legato.rollouts.servers.errors import (
+    BadReplyError,
+    BusyError,
+    FailedError,
+    RefusedError,
+    ServerError,
+    TooManyFilesError,
+    UnreachableError,
+)
 
 MOST_BYTES = 2**28
 """The most bytes of an answer: a million tokens with log-probs take about a third of it."""
@@ -54,21 +66,25 @@ class HttpClient:
         self.url = read_address(url)
         parts = urlsplit(self.url)
         assert parts.hostname is not None
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._host, self._port = parts.hostname, parts.port
+        self._context = ssl.create_default_context() if parts.scheme == "https" else None
         self._headers = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
-        self._own = threading.local()
-        self._all: set[http.client.HTTPConnection] = set()
-        """The connections of all threads."""
+        self._lock = threading.Lock()
+        self._busy: set[_Connection] = set()
+        """The connections of requests in flight. A request whose connection is not here has been ended."""
+        self._idle: deque[_Connection] = deque()
+        """The connections that no request uses. The one at the right was used last and is used next."""
+        self._closed = False
 
     def get(self, path: str, *, seconds: float) -> dict[str, Any]:
         """The JSON object at a path."""
-        return self._ask("GET", path, None, seconds)
+        return _parse(self._fetch("GET", path, None, seconds))
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, *, seconds: float) -> dict[str, Any]:
         """The JSON object that answers a body."""
-        return self._ask("POST", path, body, seconds)
+        return _parse(self._fetch("POST", path, body, seconds))
 
     def tell(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, seconds: float) -> None:
         """A request whose answer is its status alone: some servers send an empty body or plain text."""
@@ -77,8 +93,9 @@ class HttpClient:
     def stream(self, path: str, body: Mapping[str, Any], *, seconds: float) -> Iterator[dict[str, Any]]:
         """The JSON objects that a server sends as events, until `[DONE]`. A stream that ends without it is an error."""
         deadline = time.monotonic() + seconds
-        connection, response = self._open("POST", path, body, deadline)
-        try:
+        # The connection is not used again: what follows on it belongs to nobody.
+        with self._connection() as connection:
+            response = self._send(connection, "POST", path, body, deadline)
             if response.status != 200:
                 raise _error_of(response.status, _read(connection, response, deadline), response.headers)
             for data in _events(connection, response, deadline):
@@ -89,105 +106,142 @@ class HttpClient:
                     raise FailedError(500, _message(value))
                 yield value
             raise UnreachableError(f"{self.url} closed a stream before its end")
-        finally:
-            # What follows on this connection belongs to nobody.
-            response.close()
-            self._drop()
+
+    def drop_connections(self) -> None:
+        """End the requests in flight and close all connections. Later requests open new ones."""
+        with self._lock:
+            for connection in self._busy:
+                connection.wake()  # its thread closes it
+            self._busy.clear()
+            while self._idle:
+                self._idle.pop().close()
 
     def close(self) -> None:
-        """Close the connections of all threads. Requests in flight fail; later ones open new connections."""
-        for connection in list(self._all):
-            self._all.discard(connection)
-            _wake(connection)
-            connection.close()
-
-    def release(self) -> None:
-        """Close the connection of this thread, which is about to end."""
-        self._drop()
-
-    def _was_closed(self) -> bool:
-        """Whether `close` has closed the connection of this thread: it may raise anything then."""
-        connection = getattr(self._own, "connection", None)
-        return connection is not None and connection not in self._all
-
-    def _drop(self) -> None:
-        """Close the connection of this thread."""
-        connection = getattr(self._own, "connection", None)
-        self._own.connection = None
-        if connection is not None:
-            self._all.discard(connection)
-            connection.close()
-
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
-        return _parse(self._fetch(method, path, body, seconds))
+        """End the requests in flight and close all connections. Later requests fail."""
+        self._closed = True
+        self.drop_connections()
 
     def _fetch(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
         deadline = time.monotonic() + seconds
-        try:
-            connection, response = self._open(method, path, body, deadline)
-            with contextlib.closing(response):
-                data = _read(connection, response, deadline)
-        except Exception as error:
-            closed = self._was_closed()
-            self._drop()
-            if closed and not isinstance(error, ServerError):
-                raise UnreachableError(f"the connection to {self.url} was closed by this process") from error
-            raise
-        except BaseException:
-            self._drop()
-            raise
+        with self._connection() as connection:
+            response = self._send(connection, method, path, body, deadline)
+            data = _read(connection, response, deadline)
+            connection.reusable = not response.will_close
         if response.status != 200:
             raise _error_of(response.status, data, response.headers)
         return data
 
-    def _open(
-        self, method: str, path: str, body: Mapping[str, Any] | None, deadline: float
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Send a request and read the head of its answer."""
-        data = None if body is None else json.dumps(body, allow_nan=False).encode()
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator["_Connection"]:
+        """A connection that no other request uses meanwhile. Errors of it become those that callers expect."""
+        connection = self._take_connection()
         try:
-            connection = self._connection(deadline)
-            connection.request(method, path, data, self._headers)
-            _limit(connection, deadline)
-            return connection, connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            self._drop()
-            raise _unreachable(self.url, error) from error
-
-    def _connection(self, deadline: float) -> http.client.HTTPConnection:
-        connection: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
-        if connection is not None and (self._was_closed() or _is_closed(connection)):
-            self._drop()
-            connection = None
-        if connection is None:
-            seconds = min(CONNECT_SECONDS, _seconds_left(deadline))
-            if self._secure:
-                context = ssl.create_default_context()
-                connection = http.client.HTTPSConnection(self._host, self._port, timeout=seconds, context=context)
-            else:
-                connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
-            self._own.connection = connection
-            self._all.add(connection)
+            yield connection
+        except Exception as error:
+            self._check_in_use(connection, error)
+            if isinstance(error, OSError | http.client.HTTPException):
+                raise _error_of_connection(self.url, error) from error
+            raise
         else:
-            _limit(connection, deadline)
+            self._check_in_use(connection)
+        finally:
+            self._give_back(connection)
+
+    def _take_connection(self) -> "_Connection":
+        """The idle connection that was used last; if there is none, a new one that is not open yet."""
+        with self._lock:
+            while self._idle:
+                connection = self._idle.pop()
+                if not connection.is_closed:
+                    break
+                connection.close()
+            else:
+                connection = _Connection(self._host, self._port, self._context)
+            self._busy.add(connection)
         return connection
 
+    def _give_back(self, connection: "_Connection") -> None:
+        """Keep a connection for the next request, or close it."""
+        with self._lock:
+            in_use = connection in self._busy
+            self._busy.discard(connection)
+            if not (in_use and connection.reusable):
+                connection.close()
+                return
+            connection.reusable = False
+            # Those that are used last may wait for their turn until the server closes them.
+            while self._idle and self._idle[0].is_closed:
+                self._idle.popleft().close()
+            self._idle.append(connection)
 
-def _is_closed(connection: http.client.HTTPConnection) -> bool:
-    """Whether a kept connection was closed by either side: then nothing is sent on it, so that nothing is sent twice."""
-    if connection.sock is None:
-        return True
-    waiting = select.poll()
-    waiting.register(connection.sock, select.POLLIN)
-    return bool(waiting.poll(0))
+    def _check_in_use(self, connection: "_Connection", cause: Exception | None = None) -> None:
+        """UnreachableError if a request was ended by this process: its connection may raise anything, or seem to end."""
+        with self._lock:
+            if self._closed or connection not in self._busy:
+                raise UnreachableError(f"the connection to {self.url} was closed by this process") from cause
+
+    def _send(
+        self, connection: "_Connection", method: str, path: str, body: Mapping[str, Any] | None, deadline: float
+    ) -> http.client.HTTPResponse:
+        """Send a request and read the head of its answer."""
+        data = None if body is None else json.dumps(body, allow_nan=False).encode()
+        if connection.sock is None:
+            connection.open(deadline)
+        # While it was opened there was no socket to wake.
+        self._check_in_use(connection)
+        connection.limit(deadline)
+        connection.http.request(method, path, data, self._headers)
+        connection.limit(deadline)
+        connection.response = connection.http.getresponse()
+        return connection.response
 
 
-def _wake(connection: http.client.HTTPConnection) -> None:
-    """End the waiting of a thread that reads from a connection: closing a socket does not."""
-    waiting = connection.sock
-    if waiting is not None:
-        with contextlib.suppress(OSError):
-            waiting.shutdown(socket.SHUT_RDWR)
+class _Connection:
+    """A connection to a server. It has one owner at a time, who alone closes it."""
+
+    def __init__(self, host: str, port: int | None, context: ssl.SSLContext | None) -> None:
+        if context is None:
+            self.http = http.client.HTTPConnection(host, port)
+        else:
+            self.http = http.client.HTTPSConnection(host, port, context=context)
+        self.http.auto_open = 0
+        self.sock: socket.socket | None = None
+        """The socket, which `http` forgets before it has read an answer that ends with the connection."""
+        self.response: http.client.HTTPResponse | None = None
+        self.reusable = False
+        """Whether an answer was read to its end and the server keeps the connection open."""
+
+    def open(self, deadline: float) -> None:
+        self.http.timeout = min(CONNECT_SECONDS, _seconds_left(deadline))
+        self.http.connect()
+        self.sock = self.http.sock
+
+    def limit(self, deadline: float) -> None:
+        """Let no read or write go beyond the deadline."""
+        assert self.sock is not None
+        self.sock.settimeout(_seconds_left(deadline))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the server closed an idle connection: then nothing is sent on it, so that nothing is sent twice."""
+        assert self.sock is not None
+        waiting = select.poll()
+        waiting.register(self.sock, select.POLLIN)
+        return bool(waiting.poll(0))
+
+    def wake(self) -> None:
+        """End the waiting of the thread that uses the connection: closing a socket does not."""
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                # Else a server that sends more than is read would wait for a minute.
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                # Under TLS its own `shutdown` would let the thread go on in plain text.
+                socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        if self.response is not None:
+            self.response.close()
+        self.http.close()
 
 
 def _seconds_left(deadline: float) -> float:
@@ -198,41 +252,29 @@ def _seconds_left(deadline: float) -> float:
     return seconds
 
 
-def _limit(connection: http.client.HTTPConnection, deadline: float) -> None:
-    """Let no read or write of a connection go beyond the deadline."""
-    if connection.sock is not None:
-        connection.sock.settimeout(_seconds_left(deadline))
-
-
-def _read(connection: http.client.HTTPConnection, response: http.client.HTTPResponse, deadline: float) -> bytes:
+def _read(connection: _Connection, response: http.client.HTTPResponse, deadline: float) -> bytes:
     """The body of an answer."""
     parts, size = [], 0
-    try:
-        while True:
-            _limit(connection, deadline)
-            part = response.read(2**16)
-            if not part:
-                break
-            size += len(part)
-            if size > MOST_BYTES:
-                raise BadReplyError(f"expected an answer of at most {MOST_BYTES} bytes, got more")
-            parts.append(part)
-    except (OSError, http.client.HTTPException) as error:
-        raise _unreachable("the server", error) from error
+    while True:
+        connection.limit(deadline)
+        part = response.read(2**16)
+        if not part:
+            break
+        size += len(part)
+        if size > MOST_BYTES:
+            raise BadReplyError(f"expected an answer of at most {MOST_BYTES} bytes, got more")
+        parts.append(part)
     if response.length:  # it said how much would come
         raise UnreachableError(f"the answer ended {response.length} bytes too early")
     return b"".join(parts)
 
 
-def _events(connection: http.client.HTTPConnection, response: http.client.HTTPResponse, deadline: float) -> Iterator[bytes]:
+def _events(connection: _Connection, response: http.client.HTTPResponse, deadline: float) -> Iterator[bytes]:
     """The data of server-sent events, one line each."""
     size = 0
     while True:
-        try:
-            _limit(connection, deadline)
-            line = response.readline(MOST_BYTES)
-        except (OSError, http.client.HTTPException) as error:
-            raise _unreachable("the server", error) from error
+        connection.limit(deadline)
+        line = response.readline(MOST_BYTES)
         size += len(line)
         if not line:
             return
@@ -279,9 +321,14 @@ def _message(value: Mapping[str, Any]) -> str:
     return shorten(str(error.get("message", error) if isinstance(error, dict) else error), 500)
 
 
-def _unreachable(url: str, error: Exception) -> ServerError:
-    if isinstance(error, ServerError):
-        return error
+def _error_of_connection(url: str, error: Exception) -> Exception:
+    """What the error of a connection says: of the server, or of this process."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return TooManyFilesError(
+            f"expected to open a connection to {url}, got {error.strerror!r}: this process may have {limit} files open, and"
+            " every request in flight is one; allow more (ulimit -n) or lower rollouts.rows_at_once"
+        )
     if isinstance(error, TimeoutError):
         return UnreachableError(f"no answer of {url} in time")
     return UnreachableError(f"no answer of {url}: {type(error).__name__}: {error}")
