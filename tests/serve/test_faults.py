@@ -156,9 +156,9 @@ def test_a_busy_server_is_asked_again_when_it_says(faulty: RunningServer, plan: 
         faulty.client().get("/v1/models", seconds=5.0)
     assert busy.value.seconds == 0.2
     engine = engine_for(faulty, threads=1)
-    plan.add("status", status=429, headers={"retry-after": "0.1"}, times=2 * ATTEMPTS)
+    plan.add("status", status=429, headers={"retry-after": "0.1"}, times=ATTEMPTS + 2)
     assert_right(faulty, engine, requests(1, each=1))
-    assert engine.retries == 2 * ATTEMPTS, "a busy server has not failed"
+    assert engine.retries == ATTEMPTS + 2, "a busy server has not failed"
     plan.add("silent", seconds=1.2)
     plan.add("status", status=429, headers={"retry-after": "0.01"})
     # The time of an attempt that failed is not time for which the server was busy.
@@ -170,6 +170,34 @@ def test_a_busy_server_is_asked_again_when_it_says(faulty: RunningServer, plan: 
             engine_for(faulty, threads=1, seconds=0.2).generate(requests(1, each=1), SAMPLING, LIMITS)
     finally:
         plan.faults.clear()
+
+
+def test_a_busy_server_that_asks_for_no_wait_is_not_asked_in_a_loop(faulty: RunningServer, plan: FaultPlan) -> None:
+    plan.add("status", status=429, headers={"retry-after": "0"}, times=10**6)
+    engine = engine_for(faulty, threads=1, seconds=3.0)
+    try:
+        with pytest.raises(InputError, match="gave no response: a fault of the plan"):
+            engine.generate(requests(1, each=1), SAMPLING, LIMITS)
+    finally:
+        plan.faults.clear()
+    assert engine.retries == 4, "0.1 + 0.2 + 0.4 + 0.8 s"
+
+
+def test_an_engine_that_was_closed_asks_for_nothing_again() -> None:
+    """The server would sample every response once more, for nobody."""
+    plan, served = FaultPlan(), make_served(chat_policy())
+    with running(served, wrap=plan.wrap(served)) as server:
+        engine, others = engine_for(server), set(threading.enumerate())
+        server.post("/pause?mode=keep")
+        engine.submit(requests(4, each=1), SAMPLING, LIMITS)
+        wait_until(lambda: served.admission.taken == 4)
+        plan.requests.clear()
+        engine.close()
+        wait_until(lambda: served.admission.taken == 0)
+        server.post("/resume")
+        time.sleep(1.0)
+        assert [path for path, _ in plan.requests if path == PATH] == [] and engine.retries == 0
+        assert not {each for each in threading.enumerate() if each.name.startswith("server-")} - others
 
 
 def test_a_server_that_never_answers_is_an_error_that_says_so(faulty: RunningServer, plan: FaultPlan) -> None:

@@ -4,10 +4,10 @@ Every seed is a request of its own, sent by a few threads. A request that fails 
 times: the same seed gives the same response, so a response that was sampled twice is still one.
 """
 
+import itertools
 import queue
 import random
 import threading
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ from typing import Any
 from legato.errors import InputError
 from legato.rollouts.engine import Capabilities, Finished, Handle, Job, JobEngine, Limits, Request, Response
 from legato.rollouts.sampling import Sampling
+from legato.rollouts.servers.backoff import JITTER, ask_until_taken, seconds_to_wait
 from legato.rollouts.servers.dialect import PATH, Ask, read_reply
-from legato.rollouts.servers.errors import BusyError, ServerError
+from legato.rollouts.servers.errors import BusyError, ServerError, UnreachableError
 from legato.rollouts.servers.http import HttpClient
 
 ATTEMPTS = 5
@@ -79,6 +80,7 @@ class ServerEngine(JobEngine):
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Handle, int, Response | Exception]] = queue.SimpleQueue()
         self._started = 0
+        self._closed = threading.Event()
         self._jitter = random.Random()  # the global generator belongs to the run
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
@@ -106,11 +108,11 @@ class ServerEngine(JobEngine):
         return []
 
     def close(self) -> None:
-        """End the threads and close their connections. Outstanding requests have no response."""
+        """End the threads and their requests. Outstanding requests have no response, and no later one is sent."""
+        self._closed.set()
         self.jobs.clear()
         for _ in range(self._started):
             self._asked.put(None)
-        self._started = 0
         self.client.close()
 
     def _start_thread(self) -> None:
@@ -140,21 +142,25 @@ class ServerEngine(JobEngine):
 
     def _ask(self, ask: Ask) -> Response:
         """The response, after as many attempts as it takes; ServerError after the last. A busy server has not failed."""
-        deadline = time.monotonic() + self.seconds
-        attempt = 0
-        while True:
+
+        def post() -> Response:
+            reply = self.client.post(PATH, ask.body(), seconds=self.seconds)
+            return read_reply(reply, ask, self.tokenizer, self.vocabulary)
+
+        for attempt in itertools.count(1):
             try:
-                reply = self.client.post(PATH, ask.body(), seconds=self.seconds)
-                return read_reply(reply, ask, self.tokenizer, self.vocabulary)
-            except BusyError as error:
-                if time.monotonic() > deadline or not self._started:  # closed meanwhile
-                    raise
-                wait = error.seconds
+                return ask_until_taken(post, self.seconds, self._pause)
+            except BusyError:
+                raise
             except ServerError as error:
-                attempt += 1
                 if not error.retry or attempt == ATTEMPTS:
                     raise
-                wait = 0.1 * 2**attempt
-                deadline = time.monotonic() + self.seconds
-            self.retries += 1
-            time.sleep(wait * self._jitter.uniform(0.5, 1.5))
+                wait = seconds_to_wait(error, attempt)
+            self._pause(wait)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before a request is sent again; UnreachableError once the engine is closed: nobody waits for the response."""
+        if self._closed.wait(seconds * self._jitter.uniform(*JITTER)):
+            raise UnreachableError("the engine was closed")
+        self.retries += 1

@@ -53,6 +53,7 @@ from legato.rollouts.engine import (
 )
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.servers.agreement import Loaded, merge_counts, share_loaded
+from legato.rollouts.servers.backoff import JITTER, seconds_to_wait
 from legato.rollouts.servers.dialect import UNKNOWN_VERSION, Ask
 from legato.rollouts.servers.dialects.base import Dialect, Reading, ServerFacts, StartPlan
 from legato.rollouts.servers.errors import BusyError, RefusedError, ServerError, TooManyFilesError
@@ -72,8 +73,6 @@ FAILURES = 10
 STRIKES = 5
 """Failures in a row after which a server is dropped although it says that it is alive."""
 CONTACT_SECONDS = 30.0
-FIRST_WAIT, LONGEST_WAIT = 0.1, 10.0
-"""Seconds before a failed request is sent again; doubled with each failure."""
 FIRST_CHECK, LONGEST_CHECK = 0.5, 30.0
 """Seconds before a dropped server is looked at again; doubled each time."""
 RESTARTS = 3
@@ -668,7 +667,7 @@ class Fleet(JobEngine):
                 )
             )
             return
-        self._send_later(ticket, min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.failures), now)
+        self._send_later(ticket, seconds_to_wait(error, ticket.failures), now)
 
     def _wait_for_busy(self, ticket: Ticket, server: Server, error: BusyError, now: float) -> None:
         """Send a request again when a server has less to do. It has not failed: others may use it for minutes."""
@@ -683,10 +682,10 @@ class Fleet(JobEngine):
                 )
             )
             return
-        self._send_later(ticket, max(error.seconds, min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(ticket.refusals, 20))), now)
+        self._send_later(ticket, seconds_to_wait(error, ticket.refusals), now)
 
     def _send_later(self, ticket: Ticket, wait: float, now: float) -> None:
-        ticket.not_before = now + wait * self._random.uniform(0.5, 1.5)
+        ticket.not_before = now + wait * self._random.uniform(*JITTER)
         self._pending.append(ticket)
 
     # Servers that fail and come back
@@ -853,7 +852,7 @@ class Fleet(JobEngine):
             server.state = State.GONE
             self._say(f"{server.client.url} is given up after {RESTARTS} attempts to bring it back: {shorten(problem, 400)}")
         wait = min(LONGEST_CHECK, FIRST_CHECK * 2 ** min(server.checks, 20))
-        server.next_check = now + wait * self._random.uniform(0.5, 1.5)
+        server.next_check = now + wait * self._random.uniform(*JITTER)
 
     def _watch_quorum(self, now: float) -> None:
         answering, quorum = self._answering(), self.settings.quorum

@@ -8,11 +8,8 @@ A server that kept the old weights is found by the size of the difference, or, w
 rounding does, by log-probs that have not moved at all since the last publish while the trainer's have.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +18,10 @@ from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Response
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scoring import score_texts
+from legato.rollouts.servers.backoff import ask_until_taken
 from legato.rollouts.servers.dialect import Ask
 from legato.rollouts.servers.dialects.base import Dialect, Reading
-from legato.rollouts.servers.errors import BusyError
 from legato.rollouts.servers.http import HttpClient
-
-_Answer = TypeVar("_Answer")
 
 TEXTS, TOKENS = 3, 24
 TEMPERATURE = 0.7
@@ -38,10 +33,6 @@ STILL = 0.25
 """A server whose log-probs moved by less than this share of the trainer's kept the old weights."""
 SMALLEST_MOVE = 1e-5
 """Moves of the trainer's log-probs that say nothing: rounding of float32."""
-
-
-SHORTEST_WAIT = 0.1
-"""Seconds before a server that has too much to do is asked again, if it does not ask for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +78,13 @@ class Probe:
     def ask(
         self, dialect: Dialect, client: HttpClient, reading: Reading, name: str, seconds: float, *, sample: bool = True
     ) -> ProbeReply:
-        """Ask a server; from any thread. One that has too much to do is asked again, for as long as one answer may take."""
-        ends = time.monotonic() + seconds
+        """Ask a server; from any thread. While it is busy it is asked again, for as long as one answer may take."""
         scores = [
-            _ask_until_taken(partial(dialect.score, client, text.tolist(), f"{name}-{place}", seconds), ends)
+            ask_until_taken(partial(dialect.score, client, text.tolist(), f"{name}-{place}", seconds), seconds)
             for place, text in enumerate(self.texts)
         ]
         asking = partial(dialect.sample, client, self._ask(name), reading, seconds)
-        response = _ask_until_taken(asking, ends) if sample else None
+        response = ask_until_taken(asking, seconds) if sample else None
         return ProbeReply(scores=torch.tensor([value for row in scores for value in row]), response=response)
 
     def _ask(self, name: str) -> Ask:
@@ -138,18 +128,6 @@ class Probe:
             return None
         what = f"the server's log-probs are not those of its tokens at temperature {TEMPERATURE}"
         return _words(what, gap, largest, self, 2)
-
-
-def _ask_until_taken(asking: Callable[[], _Answer], ends: float) -> _Answer:
-    """The answer of a server; BusyError if it has too much to do until the end."""
-    while True:
-        try:
-            return asking()
-        except BusyError as error:
-            wait = max(error.seconds, SHORTEST_WAIT)
-            if time.monotonic() + wait > ends:
-                raise
-            time.sleep(wait)
 
 
 def _words(what: str, gap: float, largest: float, probe: Probe, times: float = 1.0) -> str:
