@@ -342,6 +342,68 @@ def test_a_request_that_a_server_took_and_lost_has_not_waited_for_a_busy_one_sin
     assert response.tokens.tolist() == [1, 1] and next(replies, None) is None
 
 
+@pytest.mark.parametrize("busy", [0, 1])
+def test_requests_go_to_a_server_that_is_not_busy(busy: int) -> None:
+    """Though the other one had their prefixes first."""
+    world, said = World(1, 2, faults=0.0), list[str]()
+    fleet = make_fleet(world, said, pause_seconds=100.0)
+    sample, counts = fleet.dialect.sample, [0, 0]
+
+    def reply(client: Any, *words: Any) -> Response:
+        counts[client is not fleet.servers[busy].client] += 1
+        if client is fleet.servers[busy].client:
+            raise BusyError("full", 1.0)
+        return sample(client, *words)
+
+    fleet.dialect.sample = reply  # type: ignore[method-assign]
+    batch = [Request(prompt=torch.tensor([n, 2]), seeds=tuple(range(4 * n, 4 * n + 4))) for n in range(4)]
+    fleet.generate(batch, Sampling(), LIMITS)
+    assert world.time < 40.0 and counts[0] < counts[1] == 16 and fleet.metrics()["servers/drops"] == 0
+
+
+def test_a_server_that_takes_other_requests_is_not_busy() -> None:
+    """One request may wait for longer than the run would wait for servers that take none."""
+    world, said = World(1, 1, faults=0.0), list[str]()
+    fleet = make_fleet(world, said, pause_seconds=20.0)
+    sample, others = fleet.dialect.sample, list[int]()
+
+    def reply(client: Any, ask: Ask, *words: Any) -> Response:
+        if ask.seed == 0 and len(others) < 60:
+            raise BusyError("full", 1.0)
+        return sample(client, ask, *words)
+
+    def request(seed: int) -> Request:
+        return Request(prompt=torch.tensor([1, 2]), seeds=(seed,))
+
+    fleet.dialect.sample = reply  # type: ignore[method-assign]
+    fleet.submit([request(0)], Sampling(), LIMITS)
+    for seed in range(1, 61):
+        fleet.submit([request(seed)], Sampling(), LIMITS)
+        others += [int(one.responses[0].tokens[1]) for one in fleet.poll()]
+    assert world.time > 40.0 and others == list(range(1, 61))
+    assert len(fleet.poll()) == 1
+
+
+def test_time_in_which_nobody_asks_is_not_time_in_which_servers_are_busy() -> None:
+    world, said = World(1, 1, faults=0.0), list[str]()
+    fleet = make_fleet(world, said, pause_seconds=100.0)
+    sample, replies = fleet.dialect.sample, iter(["busy", "busy"])
+
+    def reply(client: Any, *words: Any) -> Response:
+        if next(replies, None):
+            raise BusyError("full", 1.0)
+        return sample(client, *words)
+
+    fleet.dialect.sample = reply  # type: ignore[method-assign]
+    fleet.submit([Request(prompt=torch.tensor([1, 2]), seeds=(1,))], Sampling(), LIMITS)
+    while not fleet._pending:
+        for each in world.wait(1.0):
+            fleet._take(*each)
+    world.time += 150.0
+    fleet.publish((), 1)
+    assert len(fleet.poll()) == 1 and next(replies, None) is None
+
+
 def test_a_server_that_is_too_busy_to_say_that_it_is_alive_is_not_dropped() -> None:
     world, said = World(1, 2, faults=0.0), list[str]()
     fleet = make_fleet(world, said)

@@ -17,6 +17,7 @@ Of several ranks each has a fleet over the same servers and asks them for its ow
 and brings them back (`agreement.py`); a thread of its looks after them while it has nothing to sample itself.
 """
 
+import math
 import os
 import random
 import secrets
@@ -139,6 +140,8 @@ class Fleet(JobEngine):
         self._lock = threading.RLock()
         self._pending: deque[Ticket] = deque()
         """Tickets that no server has."""
+        self._taken = 0
+        """How many requests servers have taken so far, whatever became of them."""
         self._spread = Spread()
         self._folders: WeightFolders | None = None
         self._probe: Probe | None = None
@@ -548,6 +551,7 @@ class Fleet(JobEngine):
         taking = {server.number: server for server in self.servers if server.takes}
         if not taking or self._answering() < self.settings.quorum:
             return
+        taking = {number: server for number, server in taking.items() if server.busy_until <= now} or taking
         wanted = [ticket for ticket in self._pending if self._is_wanted(ticket)]
         self._pending = deque(ticket for ticket in wanted if ticket.not_before > now)
         due: dict[Handle, list[Ticket]] = {}
@@ -616,6 +620,7 @@ class Fleet(JobEngine):
     def _take_answer(self, attempt: Attempt, result: Any) -> None:
         server, ticket = attempt.server, attempt.ticket
         server.running.discard(attempt)
+        self._taken += not isinstance(result, BusyError)
         if not self._is_wanted(ticket):
             server.counts.duplicates += int(ticket.done and isinstance(result, Response))
             return
@@ -628,7 +633,7 @@ class Fleet(JobEngine):
                 counts.responses += 1
                 counts.tokens += len(result.tokens)
                 counts.seconds += self.transport.now() - attempt.started
-                server.strikes = 0
+                server.strikes, server.busy_until = 0, -math.inf
                 return
             result = _WrongVersionError(problem)
         if not isinstance(result, ServerError):
@@ -653,7 +658,7 @@ class Fleet(JobEngine):
         if isinstance(error, BusyError):
             self._wait_for_busy(ticket, server, error, now)
             return
-        ticket.forget_refusals()
+        ticket.refusals = 0
         ticket.failures += 1
         if isinstance(error, RefusedError):
             where = f"{server.client.url}, rollouts.engine = {self.dialect.name!r}"
@@ -670,19 +675,22 @@ class Fleet(JobEngine):
         self._send_later(ticket, seconds_to_wait(error, ticket.failures), now)
 
     def _wait_for_busy(self, ticket: Ticket, server: Server, error: BusyError, now: float) -> None:
-        """Send a request again when a server has less to do. It has not failed: others may use it for minutes."""
-        ticket.busy_since = now if ticket.busy_since is None else ticket.busy_since
-        ticket.refusals += 1
-        busy = now - ticket.busy_since
-        if busy > self.settings.pause_seconds:
+        """Send a request again later, if possible to another server. A busy server has not failed: others may use it."""
+        if ticket.taken != self._taken:
+            ticket.taken, ticket.waited = self._taken, 0.0
+        if ticket.waited > self.settings.pause_seconds:
             self._fail(
                 InputError(
-                    f"expected a response from one of {len(self.servers)} servers, got that they are busy for {busy:.0f} s"
-                    f" (rollouts.servers.pause_seconds); the last, at {server.client.url}: {error}"
+                    f"expected a response from one of {len(self.servers)} servers, got that all were busy for"
+                    f" {ticket.waited:.0f} s (rollouts.servers.pause_seconds); the last, at {server.client.url}: {error}"
                 )
             )
             return
-        self._send_later(ticket, seconds_to_wait(error, ticket.refusals), now)
+        ticket.refusals += 1
+        wait = seconds_to_wait(error, ticket.refusals)
+        ticket.waited += wait
+        server.busy_until = max(server.busy_until, now + JITTER[1] * wait)
+        self._send_later(ticket, wait, now)
 
     def _send_later(self, ticket: Ticket, wait: float, now: float) -> None:
         ticket.not_before = now + wait * self._random.uniform(*JITTER)
@@ -730,6 +738,7 @@ class Fleet(JobEngine):
         server.life += 1
         server.counts.drops += 1
         server.strikes = server.checks = 0
+        server.busy_until = -math.inf
         server.next_check = self.transport.now() + FIRST_CHECK
         self._spread.forget(server.number)
         self._pending.extend(server.queue)
@@ -737,7 +746,6 @@ class Fleet(JobEngine):
         for attempt in server.running:
             attempt.over = True
             if self._is_wanted(attempt.ticket):
-                attempt.ticket.forget_refusals()
                 self._pending.append(attempt.ticket)
         server.running.clear()
         # It may not have noticed, and would get others beside them when it is back.

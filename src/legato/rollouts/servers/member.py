@@ -37,18 +37,16 @@ class Ticket:
     failures: int = 0
     refusals: int = 0
     """How often in a row a server was too busy for it."""
-    busy_since: float | None = None
-    """When the first of these was."""
+    waited: float = 0.0
+    """Seconds that it waited for busy servers, while none of them took any request (`taken`)."""
+    taken: int = 0
+    """How many requests of the fleet servers had taken when these waits began."""
     not_before: float = 0.0
     done: bool = False
 
     @property
     def key(self) -> tuple[Handle, int]:
         return self.job.handle, self.place
-
-    def forget_refusals(self) -> None:
-        """Servers are not busy since the first refusal any more: one of them took the request, and lost it."""
-        self.refusals, self.busy_since = 0, None
 
 
 @dataclass(eq=False, slots=True)
@@ -105,6 +103,8 @@ class Server:
     """Failures since the last response."""
     answered_at: float = -math.inf
     """When its last response came."""
+    busy_until: float = -math.inf
+    """Until when it gets no new requests if others may take them: it was too busy for one."""
     checking: bool = False
     """Whether a check or a restart is under way."""
     next_check: float = 0.0
