@@ -164,6 +164,20 @@ def test_a_server_that_does_not_say_that_it_is_alive_is_given_no_weights() -> No
         assert_right(fleet, policy, requests(3))
 
 
+def test_a_refused_check_says_nothing_of_the_weights() -> None:
+    """A proxy says 404 while the server behind it restarts."""
+    with two_servers() as (fleet, policy, _, plans):
+        fleet.publish(policy.model.named_parameters(), 1)
+        plans[0].add("status", status=404, path="/health")
+        fleet.publish(policy.model.named_parameters(), 2)
+        assert fleet.servers[0].state is State.DOWN
+        for _ in range(200):
+            assert_right(fleet, policy, requests(8))
+            if fleet.servers[0].counts.rejoins:
+                break
+        assert fleet.servers[0].state is State.UP
+
+
 def test_a_server_that_failed_to_go_on_after_a_publish_is_not_left_paused() -> None:
     with two_servers() as (fleet, policy, started, plans):
         fleet.publish(policy.model.named_parameters(), 1)

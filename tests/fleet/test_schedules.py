@@ -437,34 +437,31 @@ def test_a_server_is_not_blamed_for_files_that_this_process_may_not_open() -> No
 
 def test_a_server_that_answers_is_not_dropped_because_it_is_slow_to_say_that_it_is_alive() -> None:
     """Where it writes many long answers, a question waits behind them for longer than CHECK_SECONDS."""
-    world, said = World(1, 1, faults=0.0), list[str]()
+    world, said, answers = World(1, 1, faults=0.0), list[str](), [True]
     fleet = make_fleet(world, said, pause_seconds=100.0)
-    send = world.send
+    server = fleet.servers[0]
 
-    def time_out(*_: Any) -> Any:
+    def time_out(client: Any, seconds: float = CHECK_SECONDS) -> Any:
+        if answers[0]:
+            server.answered_at = world.time + 1e-6
         raise UnreachableError("no answer in time")
 
-    def send_late(key: Any, work: Callable[[], Any]) -> None:
-        if isinstance(key, Attempt):
-            send(key, work)
-        else:
-            world.sent += 1
-            heapq.heappush(world.events, (world.time + CHECK_SECONDS, world.sent, key, world._run(time_out)))
-
-    world.send = send_late  # type: ignore[method-assign]
+    fleet.dialect.check_alive = fleet.dialect.weights_name = time_out  # type: ignore[method-assign]
     batch = [Request(prompt=torch.tensor([number, 2]), seeds=(number,)) for number in range(200)]
     fleet.generate(batch, Sampling(), LIMITS)
     assert world.time > 5 * LOOK_SECONDS and said == []
-    fleet._suspect(fleet.servers[0])  # a request has failed, and a later one is answered
-    world.time += 1.0
-    fleet._sample(fleet.servers[0], Ask(prompt=[1], seed=1, sampling=Sampling(), limits=LIMITS, name=""))
+    fleet._suspect(server)  # a request has failed, and a later one is answered
     fleet.generate(batch[:1], Sampling(), LIMITS)
-    assert said == []
-    fleet._suspect(fleet.servers[0])  # nothing is answered any more
+    fleet.publish((), 1)
+    assert said == [] and server.state is State.UP and server.version == 1
+    world.time += 1.0
+    answers[0] = False
+    fleet._suspect(server)  # nothing is answered any more
     fleet.submit(batch[:1], Sampling(), LIMITS)
-    while fleet.servers[0].state is State.SUSPECT:
-        fleet._take(*world.wait(CHECK_SECONDS)[0])
-    assert fleet.servers[0].state is State.DOWN
+    while server.state is State.SUSPECT:
+        for each in world.wait(CHECK_SECONDS):
+            fleet._take(*each)
+    assert server.state is State.DOWN
 
 
 def test_a_server_that_took_new_weights_is_not_dropped_for_a_check_that_began_before() -> None:

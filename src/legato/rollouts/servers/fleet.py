@@ -28,12 +28,12 @@ import tempfile
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -57,10 +57,10 @@ from legato.rollouts.servers.agreement import Loaded, merge_counts, share_loaded
 from legato.rollouts.servers.backoff import JITTER, seconds_to_wait
 from legato.rollouts.servers.dialect import UNKNOWN_VERSION, Ask
 from legato.rollouts.servers.dialects.base import Dialect, Reading, ServerFacts, StartPlan
-from legato.rollouts.servers.errors import BusyError, RefusedError, ServerError, TooManyFilesError
+from legato.rollouts.servers.errors import BusyError, RefusedError, ServerError, TooManyFilesError, UnreachableError
 from legato.rollouts.servers.folders import WeightFolders
 from legato.rollouts.servers.http import HttpClient
-from legato.rollouts.servers.member import Attempt, Counts, Server, State, Ticket
+from legato.rollouts.servers.member import Attempt, Check, Counts, Look, Published, Rejoin, Server, State, Ticket
 from legato.rollouts.servers.probe import Probe, ProbeReply
 from legato.rollouts.servers.settings import ServerSettings
 from legato.rollouts.servers.spread import Spread
@@ -88,15 +88,6 @@ WAKE_SECONDS = 0.5
 
 class NoServersError(InputError):
     """Too few servers have answered for too long."""
-
-
-class Published(NamedTuple):
-    """Weights that servers may load."""
-
-    version: int
-    folder: Path
-    name: str
-    """What a server calls them."""
 
 
 class Fleet(JobEngine):
@@ -417,11 +408,11 @@ class Fleet(JobEngine):
             self._restart(server, self._published)
         return self._ask_probe(server)
 
-    def _load_folder(self, server: Server, published: "Published") -> None:
+    def _load_folder(self, server: Server, published: Published) -> None:
         seconds = self.settings.publish_seconds
         self.dialect.load(server.client, published.folder, published.name, adapters=self._adapters, seconds=seconds)
 
-    def _restart(self, server: Server, published: "Published") -> None:
+    def _restart(self, server: Server, published: Published) -> None:
         """Start a server of the run's own again, on published weights; in a thread."""
         assert server.started is not None
         server.client.drop_connections()
@@ -604,18 +595,19 @@ class Fleet(JobEngine):
         server.answered_at = self.transport.now()
         return response
 
-    def _take(self, key: Any, result: Any) -> None:
+    def _take(self, key: Attempt | Check | Look | Rejoin, result: Any) -> None:
         """Take a result over: of a request, of a check, or of a server that may come back."""
-        if isinstance(result, TooManyFilesError):
-            raise result
-        if isinstance(key, Attempt):
-            self._take_answer(key, result)
-        elif key[0] == "check":
-            self._take_check(key[1], key[2], key[3], result)
-        elif key[0] == "look":
-            self._take_look(key[1], key[2], key[3], key[4], result)
-        else:
-            self._take_rejoin(key[1], key[2], result)
+        if isinstance(result, Exception) and not isinstance(result, ServerError):
+            raise result  # an error of this process
+        match key:
+            case Attempt():
+                self._take_answer(key, result)
+            case Check():
+                self._take_check(key, result)
+            case Look():
+                self._take_look(key, result)
+            case Rejoin():
+                self._take_rejoin(key, result)
 
     def _take_answer(self, attempt: Attempt, result: Any) -> None:
         server, ticket = attempt.server, attempt.ticket
@@ -636,8 +628,6 @@ class Fleet(JobEngine):
                 server.strikes, server.busy_until = 0, -math.inf
                 return
             result = _WrongVersionError(problem)
-        if not isinstance(result, ServerError):
-            raise result
         server.counts.retries += 1
         if attempt.life == server.life:
             self._strike(server, result)
@@ -715,19 +705,32 @@ class Fleet(JobEngine):
         """Send nothing new to a server until it has answered that it is alive."""
         if server.state is State.UP:
             server.state = State.SUSPECT
-            key = ("check", server, server.life, self.transport.now())
-            self.transport.send(key, partial(self._check_alive, server))
+            self.transport.send(Check(server, server.life), partial(self._check_alive, server))
+
+    @contextmanager
+    def _must_answer(self, server: Server) -> Iterator[None]:
+        """In a thread: UnreachableError if a question fails, unless the server answered a request meanwhile or is too busy.
+
+        Where a server writes many long answers, a question waits behind them. Whatever else it answers to a question that
+        every server answers (a proxy may say 404) is no answer.
+        """
+        asked_at = self.transport.now()
+        try:
+            yield
+        except ServerError as error:
+            if not isinstance(error, BusyError) and server.answered_at <= asked_at:
+                raise UnreachableError(str(error)) from error
 
     def _check_alive(self, server: Server) -> None:
-        """ServerError unless a server answers; in a thread. One that has too much to do is alive."""
-        with suppress(BusyError):
+        """UnreachableError unless a server answers; in a thread."""
+        with self._must_answer(server):
             self.dialect.check_alive(server.client)
 
-    def _take_check(self, server: Server, life: int, asked_at: float, result: Any) -> None:
-        if server.life != life or server.state is not State.SUSPECT:
+    def _take_check(self, check: Check, result: Any) -> None:
+        server = check.server
+        if server.life != check.life or server.state is not State.SUSPECT:
             return
-        # One that is too slow to say that it is alive may be busy with answers.
-        if isinstance(result, Exception) and server.answered_at <= asked_at:
+        if isinstance(result, ServerError):
             self._drop(server, str(result))
         else:
             server.state = State.UP
@@ -765,15 +768,15 @@ class Fleet(JobEngine):
                 assert server.started is not None
                 self._drop(server, f"its process ended: {server.started.describe_log()}")
             if server.state is State.UP and now >= self._next_look and self._published is not None:
-                key = ("look", server, server.life, self._published, now)
-                self.transport.send(key, partial(self._look, server, self._published))
+                look = Look(server, server.life, self._published)
+                self.transport.send(look, partial(self._look, server, self._published))
             if server.state is State.DOWN and not server.checking and now >= server.next_check:
                 published = self._published
                 assert published is not None and self._folders is not None, "a server is dropped only after a publish"
                 server.checking = True
                 # Steps go on while the server starts and loads.
                 self._folders.hold(published.folder)
-                self.transport.send(("rejoin", server, published), partial(self._rejoin, server, published))
+                self.transport.send(Rejoin(server, published), partial(self._rejoin, server, published))
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
 
@@ -792,29 +795,38 @@ class Fleet(JobEngine):
                     except Exception as error:  # told by the next call of this rank
                         self._fail(error)
 
-    def _look(self, server: Server, published: "Published") -> str | None:
-        """The name of the weights that a server has; in a thread."""
-        if self.world.rank:  # rank 0 may be a publish ahead
-            self._check_alive(server)
-            return published.name
-        return self.dialect.weights_name(server.client)
+    def _look(self, server: Server, published: Published) -> str | None:
+        """The name of the weights that a server has; in a thread. That of `published` if it answers, but not to this."""
+        name: str | None = published.name
+        with self._must_answer(server):
+            if self.world.rank:  # rank 0 may be a publish ahead
+                self.dialect.check_alive(server.client)
+            else:
+                name = self.dialect.weights_name(server.client)
+        return name
 
-    def _take_look(self, server: Server, life: int, published: "Published", asked_at: float, result: Any) -> None:
+    def _take_look(self, look: Look, result: Any) -> None:
         """Suspect a server that does not answer; drop one that has other weights than those that were published last."""
-        if server.life != life or server.state is not State.UP or published is not self._published:
+        server = look.server
+        if server.life != look.life or server.state is not State.UP or look.published is not self._published:
             return
-        if isinstance(result, BusyError):
-            return  # it answers
         if isinstance(result, ServerError):
-            if server.answered_at <= asked_at:
-                self._suspect(server)
-        elif isinstance(result, Exception):
-            raise result
-        elif result != published.name:
+            self._suspect(server)
+        elif result != look.published.name:
             self._drop(server, "it has other weights")
 
-    def _rejoin(self, server: Server, published: "Published") -> ProbeReply:
+    def _rejoin(self, server: Server, published: Published) -> ProbeReply:
         """Bring a server to published weights; in a thread. Returns what the server computes."""
+        try:
+            self._bring_back(server, published)
+        except TooManyFilesError:
+            raise
+        except (InputError, OSError) as error:
+            # Another model is served at its address, or its process cannot be started: that may pass.
+            raise ServerError(str(error)) from error
+        return self._ask_probe(server, sample=False)
+
+    def _bring_back(self, server: Server, published: Published) -> None:
         if self.world.rank:
             self._check_alive(server)
             if self.dialect.weights_name(server.client) != published.name:
@@ -829,17 +841,15 @@ class Fleet(JobEngine):
                 self._load_folder(server, published)
             else:
                 self.dialect.resume(server.client)  # it may have failed between naming the weights and going on
-        return self._ask_probe(server, sample=False)
 
-    def _take_rejoin(self, server: Server, published: "Published", result: Any) -> None:
+    def _take_rejoin(self, rejoin: Rejoin, result: Any) -> None:
         assert self._folders is not None
+        server, published = rejoin.server, rejoin.published
         self._folders.release(published.folder)
         server.checking = False
         now = self.transport.now()
-        if isinstance(result, ServerError | InputError | OSError):
+        if isinstance(result, ServerError):
             problem = str(result)
-        elif isinstance(result, Exception):
-            raise result
         elif published is not self._published:
             # It answers, and there are newer weights meanwhile.
             server.next_check, server.checks = now, 0

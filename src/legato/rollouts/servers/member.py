@@ -4,7 +4,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -60,6 +61,42 @@ class Attempt:
     started: float
     over: bool = False
     """Whether its ticket was given to others, because the server was dropped."""
+
+
+class Published(NamedTuple):
+    """Weights that servers may load."""
+
+    version: int
+    folder: Path
+    name: str
+    """What a server calls them."""
+
+
+@dataclass(eq=False, slots=True)
+class Check:
+    """A server that is suspected is asked whether it is alive."""
+
+    server: "Server"
+    life: int
+
+
+@dataclass(eq=False, slots=True)
+class Look:
+    """A server is asked which weights it has."""
+
+    server: "Server"
+    life: int
+    published: Published
+    """The weights that it should have."""
+
+
+@dataclass(eq=False, slots=True)
+class Rejoin:
+    """A server is brought back."""
+
+    server: "Server"
+    published: Published
+    """The weights that it gets."""
 
 
 @dataclass(slots=True)
