@@ -1,7 +1,7 @@
 """A server with the request schema of SGLang 0.5.23 over our own engine. It refuses fields that the schema does not have.
 
 As in SGLang 0.5.17, a pause of mode "abort" ends all requests with the tokens that they have, caches cannot be emptied while
-requests run, and the last tokens of the context stay unused.
+requests run, and the last tokens of the context stay unused. A health check waits while the server is paused.
 """
 
 import json
@@ -36,6 +36,10 @@ class EndedError(Exception):
     """All requests were ended before this one began."""
 
 
+class NotReadyError(Exception):
+    """The server could not generate the token of a health check."""
+
+
 class FakeSglang:
     """One server on a free port of loopback."""
 
@@ -43,6 +47,8 @@ class FakeSglang:
         self.policy, self.version = policy, version
         self.engine, self.lock = plain_engine(policy), threading.Lock()
         self.weight_version, self.paused, self.calls = "default", False, list[str]()
+        self.starting, self.health_seconds = False, 20.0
+        """Whether it has not answered its first request yet, and how long a health check waits for its token."""
         self.takes_weights, self.context = True, 256
         self.holds, self.held = False, 0
         """Whether responses stay half done until all requests are ended, and how many did."""
@@ -75,6 +81,8 @@ class FakeSglang:
                     status, reply = 400, {"error": {"message": str(error)}}
                 except EndedError as error:
                     status, reply = 499, {"error": {"message": str(error)}}
+                except NotReadyError:
+                    status, reply = 503, None
                 data = json.dumps(reply).encode() if reply is not None else b""
                 self.send_response(status)
                 self.send_header("content-length", str(len(data)))
@@ -93,6 +101,10 @@ class FakeSglang:
     def answer(self, path: str, body: Any) -> Any:
         self.calls.append(path)
         if path == "/health":
+            # It generates a token, which waits for the end of a pause as other requests do.
+            with self.state:
+                if self.starting or not self.state.wait_for(lambda: not self.paused, self.health_seconds):
+                    raise NotReadyError
             return None
         if path == "/server_info":
             return {"version": self.version, "context_length": self.context}
@@ -100,6 +112,7 @@ class FakeSglang:
             return {"model_path": "fake", "weight_version": self.weight_version}
         if path == "/pause_generation":
             assert body == {"mode": "abort"}
+            assert not self.starting, "SGLang ends itself if its first request is ended"
             with self.state:
                 self.paused, self.holds, self.ended = True, False, self.ended + 1
                 self.state.notify_all()

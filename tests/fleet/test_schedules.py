@@ -143,7 +143,7 @@ class FakeDialect(Dialect):
         self.world.fake(client)
         return ServerFacts(software="fake 1", model="fake")
 
-    def check_alive(self, client: Any, seconds: float = 1.0) -> None:
+    def check_ready(self, client: Any, seconds: float = 1.0) -> None:
         self.world.fake(client)
 
     def weights_name(self, client: Any, seconds: float = 1.0) -> str | None:

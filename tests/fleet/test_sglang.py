@@ -1,5 +1,6 @@
 """SGLang's words, against a fake server with its request schema. benchmarks/gpu/with_sglang.py tries a real one on a GPU."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from legato.rollouts.servers.dialects.sglang import Sglang
 from legato.rollouts.servers.errors import RefusedError, UnreachableError
 from legato.rollouts.servers.fleet import Fleet
 from legato.rollouts.servers.http import HttpClient
+from legato.rollouts.servers.member import State
 from legato.rollouts.servers.settings import ServerSettings
 from tests.fleet.fake_sglang import FakeSglang
 from tests.serve.running import chat_policy, plain_engine
@@ -34,7 +36,7 @@ def server() -> Iterator[FakeSglang]:
 
 
 def fleet_of(server: FakeSglang, context_tokens: int = 64) -> Fleet:
-    settings = ServerSettings(urls=(server.url,))
+    settings = ServerSettings(urls=(server.url,), pause_seconds=20.0)
     return Fleet(chat_policy(3), Sglang(), settings, rows_at_once=4, context_tokens=context_tokens)
 
 
@@ -58,6 +60,47 @@ def test_responses_and_weights_go_through_sglangs_endpoints(server: FakeSglang) 
         fleet.publish(fleet.policy.model.named_parameters(), 5)
         with pytest.raises(InputError, match="the server did not take the weights"):
             fleet.poll()
+    finally:
+        fleet.close()
+
+
+def test_a_server_that_was_left_paused_gets_the_first_weights(server: FakeSglang) -> None:
+    """The run before was killed during a publish. A health check would wait until somebody lets the server go on."""
+    server.paused = True
+    fleet = fleet_of(server)
+    try:
+        fleet.publish(fleet.policy.model.named_parameters(), 4)
+        assert fleet.servers[0].state is State.UP and fleet.servers[0].version == 4 and not server.paused
+        fleet.publish(fleet.policy.model.named_parameters(), 5)
+        assert "/health" not in server.calls, "it takes a second at each publish"
+    finally:
+        fleet.close()
+
+
+def test_a_server_that_was_dropped_while_it_was_paused_comes_back(server: FakeSglang) -> None:
+    fleet = fleet_of(server)
+    try:
+        fleet.publish(fleet.policy.model.named_parameters(), 4)
+        server.paused, server.health_seconds = True, 0.5
+        fleet._drop(fleet.servers[0], "it did not go on")
+        request = Request(prompt=torch.tensor([5, 6, 7]), seeds=(0,))
+        assert len(fleet.generate([request], Sampling(), LIMITS)[0]) == 1
+        assert fleet.metrics()["servers/rejoins"] == 1
+    finally:
+        fleet.close()
+
+
+def test_a_server_that_has_only_just_started_gets_no_weights(server: FakeSglang) -> None:
+    fleet = fleet_of(server)
+    try:
+        fleet.publish(fleet.policy.model.named_parameters(), 4)
+        server.starting, server.weight_version = True, "default"
+        fleet._drop(fleet.servers[0], "it was started again")
+        fleet.submit([Request(prompt=torch.tensor([5, 6, 7]), seeds=(0,))], Sampling(), LIMITS)
+        threading.Timer(2.0, lambda: setattr(server, "starting", False)).start()
+        assert len(fleet.poll()) == 1
+        assert fleet.servers[0].checks == 0 and fleet.metrics()["servers/rejoins"] == 1
+        assert server.calls.count("/pause_generation") == 2
     finally:
         fleet.close()
 

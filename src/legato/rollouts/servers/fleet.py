@@ -156,7 +156,12 @@ class Fleet(JobEngine):
         for number, url in enumerate(settings.urls):
             self.servers.append(Server(number, HttpClient(url, key)))
         if settings.urls:
-            self._contact()
+            try:
+                self._contact()
+            except BaseException:
+                for server in self.servers:
+                    server.client.close()
+                raise
 
     # Start and end
 
@@ -835,12 +840,13 @@ class Fleet(JobEngine):
             # It ended, keeps old weights, or hangs: it could not be brought back as it is.
             self._restart(server, published)
         else:
-            self._check_alive(server)
+            self.dialect.resume(server.client)  # it may have failed while it was paused
+            # One that has only just started may end itself if new weights interrupt its first request (SGLang).
+            with self._must_answer(server):
+                self.dialect.check_ready(server.client)
             self._accept(server, self.dialect.facts(server.client, CONTACT_SECONDS))
             if self.dialect.weights_name(server.client) != published.name:
                 self._load_folder(server, published)
-            else:
-                self.dialect.resume(server.client)  # it may have failed between naming the weights and going on
 
     def _take_rejoin(self, rejoin: Rejoin, result: Any) -> None:
         assert self._folders is not None

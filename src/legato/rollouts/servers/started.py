@@ -64,13 +64,13 @@ class StartedServer:
         return self.process is not None and self.process.poll() is None
 
     def wait_until_ready(self, client: HttpClient, seconds: float, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Return once the server answers; UnreachableError if its process ends, or does not answer in time."""
+        """Return once the server can sample; UnreachableError if its process ends, or does not answer in time."""
         deadline = time.monotonic() + seconds
         while True:
             if not self.alive:
                 raise UnreachableError(f"the server that was started ended: {self.describe_log()}")
             try:
-                self.dialect.check_alive(client, 5.0)
+                self.dialect.check_ready(client, 5.0)
                 return
             except ServerError as error:
                 if time.monotonic() > deadline or given_up():

@@ -73,9 +73,13 @@ class Dialect:
         """What the server says of itself; InputError if it is no server of this kind or too old."""
         raise NotImplementedError
 
-    def check_alive(self, client: HttpClient, seconds: float = CHECK_SECONDS) -> None:
-        """ServerError unless the server answers requests."""
+    def check_ready(self, client: HttpClient, seconds: float = CHECK_SECONDS) -> None:
+        """ServerError unless the server has started and can sample. One that is paused may not answer."""
         client.tell("GET", "/health", seconds=seconds)
+
+    def check_alive(self, client: HttpClient, seconds: float = CHECK_SECONDS) -> None:
+        """ServerError unless the server answers, also while it is paused."""
+        self.check_ready(client, seconds)
 
     def weights_name(self, client: HttpClient, seconds: float = CHECK_SECONDS) -> str | None:
         """The server's name of the weights that sample now."""

@@ -82,6 +82,10 @@ class Sglang(Dialect):
             vocabulary=vocabulary if isinstance(vocabulary, int) else None,
         )
 
+    def check_alive(self, client: HttpClient, seconds: float = CHECK_SECONDS) -> None:
+        # /health generates a token: it takes a second, and waits as long as the server is paused. This asks the scheduler.
+        client.tell("GET", "/server_info", seconds=seconds)
+
     def weights_name(self, client: HttpClient, seconds: float = CHECK_SECONDS) -> str | None:
         name = client.get("/model_info", seconds=seconds).get("weight_version")
         return name if isinstance(name, str) else None
