@@ -110,6 +110,23 @@ def test_weights_that_change_while_a_server_samples_are_told(
         assert changed == ([] if versions is None else [expected])
 
 
+@pytest.mark.parametrize(("later", "told"), [("1f3a.4.4", []), ("1f3a.5.5", ["1f3a.4.4 and 1f3a.5.5"])])
+def test_weights_that_a_run_names_are_compared_by_name(
+    run: Path, server: RunningServer, monkeypatch: pytest.MonkeyPatch, later: str, told: list[str]
+) -> None:
+    """A run that publishes to the server names them so; none of these names is a number."""
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    request, limits = Request(prompt=torch.tensor([4, 5]), seeds=(1,)), Limits(max_response_tokens=3, end_tokens=(1,))
+    lines: list[str] = []
+    server.post("/update_weight_version", {"new_version": "1f3a.4.4"})
+    with policy_and_engine(find(str(run)), server.url, lines.append) as (_, engine):
+        for name in ("1f3a.4.4", later):
+            server.post("/update_weight_version", {"new_version": name})
+            engine.generate([request], Sampling(), limits)
+    changed = [line.rpartition("of version ")[2] for line in lines if line.startswith("warning: ")]
+    assert changed == told
+
+
 def test_evaluating_at_a_server_gives_what_evaluating_here_gives(
     run: Path, server: RunningServer, command: Command, tmp_path: Path
 ) -> None:

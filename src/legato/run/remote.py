@@ -7,7 +7,6 @@ from contextlib import closing, contextmanager
 from legato.errors import InputError
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Engine
-from legato.rollouts.servers.dialect import UNKNOWN_VERSION, version_number
 from legato.rollouts.servers.engine import ServerEngine, ServerModel, ask_model
 from legato.rollouts.servers.errors import ServerError
 from legato.rollouts.servers.http import HttpClient
@@ -35,15 +34,14 @@ def policy_and_engine(
         say(f"sampling at {client.url}: {model.name}, version {model.version or 'unknown'}")
         with closing(ServerEngine(client, policy.tokenizer, policy.vocabulary)) as engine:
             yield policy, engine
-            _warn_of_changes(model, engine.versions, say)
+            _warn_of_changes(model, engine.weights, say)
 
 
-def _warn_of_changes(model: ServerModel, versions: set[int], say: Callable[[str], None]) -> None:
+def _warn_of_changes(model: ServerModel, weights: set[str], say: Callable[[str], None]) -> None:
     """Say so if responses are of other weights than the server named at first, as may be with `legato serve --follow`."""
-    if len(versions) < 2 and (model.version is None or versions <= {version_number(model.version)}):
-        return
-    names = ["unknown" if each == UNKNOWN_VERSION else str(each) for each in sorted(versions)]
-    say(f"warning: the server changed its weights meanwhile: responses are of version {' and '.join(names)}")
+    if len(weights) > 1 or (model.version is not None and weights - {model.version}):
+        names = " and ".join(sorted(weights, key=lambda name: (len(name), name)))
+        say(f"warning: the server changed its weights meanwhile: responses are of version {names}")
 
 
 def _check_model(target: Target, policy: Policy, client: HttpClient) -> ServerModel:

@@ -17,7 +17,7 @@ from legato.errors import InputError
 from legato.rollouts.engine import Capabilities, Finished, Handle, Job, JobEngine, Limits, Request, Response
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.servers.backoff import JITTER, ask_until_taken, seconds_to_wait
-from legato.rollouts.servers.dialect import PATH, Ask, read_reply
+from legato.rollouts.servers.dialect import PATH, Ask, read_reply, version_number
 from legato.rollouts.servers.errors import BusyError, ServerError, UnreachableError
 from legato.rollouts.servers.http import HttpClient
 
@@ -74,8 +74,8 @@ class ServerEngine(JobEngine):
         self.client, self.tokenizer, self.vocabulary, self.seconds = client, tokenizer, vocabulary, seconds
         self.retries = 0
         """How many requests were sent again so far."""
-        self.versions: set[int] = set()
-        """The versions of the weights that the tokens of all responses were sampled from."""
+        self.weights: set[str] = set()
+        """The server's names of the weights that the tokens of all responses were sampled from."""
         self._threads = threads
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Handle, int, Response | Exception]] = queue.SimpleQueue()
@@ -104,7 +104,6 @@ class ServerEngine(JobEngine):
             if isinstance(answer, Exception):
                 raise answer
             self.jobs[handle].responses[place] = answer
-            self.versions.update(answer.version.tolist())
         return []
 
     def close(self) -> None:
@@ -144,8 +143,16 @@ class ServerEngine(JobEngine):
         """The response, after as many attempts as it takes; ServerError after the last. A busy server has not failed."""
 
         def post() -> Response:
+            names: list[str] = []
+
+            def read_version(name: Any) -> int:
+                names.append(str(name))
+                return version_number(name)
+
             reply = self.client.post(PATH, ask.body(), seconds=self.seconds)
-            return read_reply(reply, ask, self.tokenizer, self.vocabulary)
+            response = read_reply(reply, ask, self.tokenizer, self.vocabulary, read_version)
+            self.weights.update(names)
+            return response
 
         for attempt in itertools.count(1):
             try:
