@@ -212,9 +212,11 @@ def test_steps_that_go_on_while_a_server_comes_back_leave_it_the_weights_that_it
         plans[0].add("slow", seconds=1.5, path="/pause")
         fleet.servers[0].next_check = 0.0
         fleet.generate(requests(1), SAMPLING, LIMITS)
-        assert fleet.servers[0].checking
-        for version in (3, 4, 5):
+        assert fleet.servers[0].checking and fleet._published is not None
+        files = {path: path.stat().st_ino for path in fleet._published.folder.iterdir()}
+        for version in (3, 2, 5):  # the run goes back to a checkpoint in between
             fleet.publish(policy.model.named_parameters(), version)
+        assert {path: path.stat().st_ino for path in files} == files
         for _ in range(200):
             fleet.generate(requests(2), SAMPLING, LIMITS)
             if fleet.servers[0].state is State.UP:

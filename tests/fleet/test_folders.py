@@ -50,7 +50,7 @@ def loaded(folder: Path) -> Any:
 @pytest.mark.parametrize("untied", [False, True])
 def test_a_folder_is_the_model_with_its_head_tied_or_not(tmp_path: Path, kind: str, untied: bool) -> None:
     policy = policy_of(kind)
-    folder = WeightFolders(policy, tmp_path, untied=untied).write(policy.model.named_parameters(), 3)
+    folder = WeightFolders(policy, tmp_path, untied=untied).write(policy.model.named_parameters(), "a.3.1")
     model = loaded(folder)
     assert torch.allclose(logits(model), logits(policy.model), atol=1e-5)
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is not untied
@@ -63,13 +63,13 @@ def test_adapters_are_merged_into_a_folder_and_the_policy_stays_as_it_is(tmp_pat
     policy = policy_of(lora=True)
     before = logits(policy.model)
     folders = WeightFolders(policy, tmp_path, untied=True)
-    merged = loaded(folders.write(policy.model.named_parameters(), 1))
+    merged = loaded(folders.write(policy.model.named_parameters(), "a.1.1"))
     assert torch.allclose(logits(merged), before, atol=1e-5) and torch.equal(logits(policy.model), before)
     with policy.model.disable_adapter():
         bare = logits(policy.model)
     base = loaded(folders.write_base(policy.model.named_parameters()))
     assert torch.allclose(logits(base), bare, atol=1e-5) and not torch.allclose(bare, before)
-    adapters = folders.write(policy.model.named_parameters(), 2, adapters=True)
+    adapters = folders.write(policy.model.named_parameters(), "a.2.2", adapters=True)
     assert {path.name for path in adapters.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
 
 
@@ -77,21 +77,25 @@ def test_float64_is_published_in_float32_and_old_folders_are_deleted(tmp_path: P
     policy = policy_of(dtype="float64")
     folders = WeightFolders(policy, tmp_path, untied=False)
     for version in range(4):
-        folder = folders.write(policy.model.named_parameters(), version)
+        folder = folders.write(policy.model.named_parameters(), f"a.{version}.{version}")
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-2", "version-3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["weights-a.2.2", "weights-a.3.3"]
 
 
 def test_a_folder_that_a_server_reads_is_kept_until_it_has_read_it(tmp_path: Path) -> None:
+    """Also if its version is published again: a run may go back to a checkpoint."""
     policy = policy_of()
     folders = WeightFolders(policy, tmp_path, untied=False)
-    folders.hold(folders.write(policy.model.named_parameters(), 0))
-    folders.hold(tmp_path / "version-0")
-    for version in range(1, 4):
-        folders.write(policy.model.named_parameters(), version)
-        if version == 2:
-            folders.release(tmp_path / "version-0")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-0", "version-2", "version-3"]
-    folders.release(tmp_path / "version-0")
-    folders.write(policy.model.named_parameters(), 4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-3", "version-4"]
+    read = folders.write(policy.model.named_parameters(), "a.0.1")
+    folders.hold(read)
+    folders.hold(read)
+    before = {path.name: path.stat().st_mtime_ns for path in read.iterdir()}
+    for version, name in ((0, "a.0.2"), (1, "a.1.3"), (2, "a.2.4")):
+        folders.write(policy.model.named_parameters(), name)
+        assert {path.name: path.stat().st_mtime_ns for path in read.iterdir()} == before, version
+        if version == 1:
+            folders.release(read)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["weights-a.0.1", "weights-a.1.3", "weights-a.2.4"]
+    folders.release(read)
+    folders.write(policy.model.named_parameters(), "a.3.5")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["weights-a.2.4", "weights-a.3.5"]

@@ -131,6 +131,11 @@ class World:
         return fake
 
 
+def version_in(folder: Path) -> int:
+    """The version of the weights in a folder: it has the name of a publish."""
+    return int(folder.name.split(".")[1])
+
+
 class FakeDialect(Dialect):
     """Words without HTTP."""
 
@@ -169,7 +174,7 @@ class FakeDialect(Dialect):
         fake = self.world.fake(client)
         if self.world._chance(0.1):
             raise UnreachableError("it died while it loaded")
-        fake.weights, fake.name = int(folder.name), name
+        fake.weights, fake.name = version_in(folder), name
 
     def resume(self, client: Any, seconds: float = 1.0) -> None:
         self.world.fake(client)
@@ -199,11 +204,11 @@ class FakeFolders:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def path_of(self, version: int, *, adapters: bool = False) -> Path:
-        return self.root / str(version)
+    def path_of(self, name: str) -> Path:
+        return self.root / name
 
-    def write(self, weights: Any, version: int, *, adapters: bool = False) -> Path:
-        return self.path_of(version, adapters=adapters)
+    def write(self, weights: Any, name: str, *, adapters: bool = False) -> Path:
+        return self.path_of(name)
 
     def hold(self, folder: Path) -> None:
         pass
@@ -504,7 +509,7 @@ def test_a_server_of_the_run_that_hangs_is_started_again() -> None:
 
         def start(self, folder: Path) -> None:
             self.starts += 1
-            fake.hangs, fake.weights = False, int(folder.name)
+            fake.hangs, fake.weights = False, version_in(folder)
 
         def wait_until_ready(self, *_: Any) -> None:
             pass

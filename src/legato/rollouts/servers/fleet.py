@@ -136,8 +136,6 @@ class Fleet(JobEngine):
         self._spread = Spread()
         self._folders: WeightFolders | None = None
         self._probe: Probe | None = None
-        self._folder: Path | None = None
-        """The weights of the current version."""
         self._published: Published | None = None
         """What servers load: one value, which other threads read."""
         self._publishes = 0
@@ -264,7 +262,7 @@ class Fleet(JobEngine):
         # `legato serve` of a model folder takes whole weights alone.
         as_adapters = self.lora and self.settings.lora != "merged" and self.dialect.name != "legato"
         self._base = self._folders.write_base(weights) if as_adapters else None
-        model = self._base or self._folders.write(weights, self.version)
+        model = self._base or self._folders.write(weights, f"{self._token}.start")
         rank = max((max(each.r.values()) for each in _lora_layers(self.policy.model)), default=0) if as_adapters else 0
         plan = StartPlan(
             python=self.settings.python or sys.executable,
@@ -370,14 +368,14 @@ class Fleet(JobEngine):
         with self._lock:
             assert self._folders is not None and self._probe is not None
             began = self.transport.now()
-            folder = self._folders.path_of(version, adapters=self._adapters)
+            name = self._new_name(version)
             if self.world.rank == 0:
-                self._folders.write(weights, version, adapters=self._adapters)
+                self._folders.write(weights, name, adapters=self._adapters)
             elif not self._adapters:
                 deque(weights, maxlen=0)  # all ranks gather divided weights together
             # After the folder is whole: a server that comes back meanwhile reads both in its own thread.
-            self._folder, self.version = folder, version
-            self._published = Published(version, folder, self._new_name(version))
+            self.version = version
+            self._published = Published(version, self._folders.path_of(name), name)
             self._probe.score()
             servers = self._servers_to_load()
             self._judge_all(servers, self._load_all(servers))
@@ -501,7 +499,7 @@ class Fleet(JobEngine):
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
         self._ensure_open()
-        if self._folder is None:
+        if self._published is None:
             self.publish(self.policy.model.named_parameters(), self.version)
         with self._lock:
             self._raise_failure()

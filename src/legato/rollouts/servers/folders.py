@@ -1,4 +1,4 @@
-"""The folders through which weights reach servers: a model as transformers saves it, one folder a version.
+"""The folders through which weights reach servers: a model as transformers saves it, one folder a publish.
 
 A tied output layer is written as a matrix of its own where a server needs that (`untied`): config.json then says so. Under
 LoRA a folder holds the adapters, as peft saves them, or weights into which they are merged; the policy stays as it is.
@@ -42,13 +42,16 @@ class WeightFolders:
         """A server has read a folder. It is deleted with the next one that is written."""
         self._readers[folder] -= 1
 
-    def path_of(self, version: int, *, adapters: bool = False) -> Path:
-        """Where the weights of a version are written."""
-        return self.root / f"version-{version}{'-adapters' if adapters else ''}"
+    def path_of(self, name: str) -> Path:
+        """Where the weights of a name are written."""
+        return self.root / f"weights-{name}"
 
-    def write(self, weights: Iterable[tuple[str, Tensor]], version: int, *, adapters: bool = False) -> Path:
-        """Write the folder of a version from the weights of the policy's model. Older ones but the last are deleted."""
-        folder = self.path_of(version, adapters=adapters)
+    def write(self, weights: Iterable[tuple[str, Tensor]], name: str, *, adapters: bool = False) -> Path:
+        """Write the weights of the policy's model under a name that no others have. Older folders but the last are deleted.
+
+        Versions repeat when a run goes back to a checkpoint: a folder of a version might still be read.
+        """
+        folder = self.path_of(name)
         partial = self.root / ".partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -56,7 +59,6 @@ class WeightFolders:
             self.policy.model.save_pretrained(partial)
         else:
             self._write_model(self._merge_adapters(weights) if self.lora else weights, partial)
-        shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         self._prune(folder)
         return folder
@@ -101,7 +103,7 @@ class WeightFolders:
                 yield plain, weight if plain not in deltas else (weight.float() + deltas[plain]().float()).to(weight.dtype)
 
     def _prune(self, newest: Path) -> None:
-        folders = [path for path in self.root.glob("version-*") if path.is_dir() and path != newest]
+        folders = [path for path in self.root.glob("weights-*") if path.is_dir() and path != newest]
         folders = [path for path in folders if self._readers[path] <= 0]
         for path in sorted(folders, key=lambda path: path.stat().st_mtime)[: -(KEPT - 1) or None]:
             shutil.rmtree(path, ignore_errors=True)
