@@ -7,8 +7,21 @@ from typing import Any
 from benchmarks.provenance import stored_by
 
 FOLDER = Path(__file__).parent / "results"
-SGLANG_PARTS = ("start", "log-probs", "seeds", "publish", "across", "kill")
-"""The checks of benchmarks/gpu/with_sglang.py, in order."""
+SGLANG_PARTS = {
+    "start": "the start",
+    "log-probs": "log-probs of sampled tokens",
+    "seeds": "seeds",
+    "publish": "publishes",
+    "across": "a publish with requests in flight",
+    "kill": "SIGKILL during a batch",
+}
+"""The checks of benchmarks/gpu/with_sglang.py, in order: the names of their rows, and what they check."""
+NOT_RUN = "not run"
+"""What the row of a check says for which no time was left."""
+SHOWN_AS = {"SGLang 0.5.17": "seconds until SGLang 0.5.17 answered", "versions": "versions of the tokens"}
+"""Rows of the stored results that say too little."""
+CORRECTED = {"6a1c853": "244d41c"}
+"""Commit whose checks stopped -> the commit that corrected why, until they are run again."""
 
 
 def load(name: str) -> Any:
@@ -96,13 +109,32 @@ def vllm_block() -> str:
 def sglang_block() -> str:
     """What the checks against a real SGLang read."""
     results = load("sglang-gpu")
-    rows = [
-        f"| {part} | {what} | {f'{value:.3g}' if isinstance(value, float) else value} |"
-        for part, what, value in results["rows"]
+    values: dict[tuple[str, str], list[str]] = {}
+    for part, what, value in results["rows"]:
+        if what != NOT_RUN:
+            values.setdefault((part, SHOWN_AS.get(what, what)), []).append(_show(value))
+    rows = [f"| {part} | {what} | {'; '.join(shown)} |" for (part, what), shown in values.items()]
+    checked = {part for part, _ in values} - {results.get("stopped_in")}
+    missing = [part for part in SGLANG_PARTS if part not in checked]
+    told = [
+        "A gap is the difference between SGLang's log-prob of a token and the policy's own.",
+        f"Read on {results['day']}.",
     ]
-    told = [f"Read on {results['day']}.", *([results["note"]] if "note" in results else [])]
-    if "failed" in results:
-        seen = {part for part, _, _ in results["rows"]}
-        missing = [part for part in SGLANG_PARTS if part not in seen]
-        told += [f"The checks ended early ({results['failed']}); **not checked at a real SGLang: {', '.join(missing)}**."]
-    return "\n".join(["| part | | |", "|---|---|---|", *rows, "", " ".join([*told, stored_by("sglang-gpu")])])
+    told += [results["note"]] if "note" in results else []
+    if "failed" in results and missing:
+        corrected = CORRECTED.get(results["commit"])
+        later = f" (corrected by commit {corrected} and not run again since)" if corrected else ""
+        told.append(f"The checks stopped at {SGLANG_PARTS[missing[0]]}{later}.")
+    if missing:
+        told.append(f"**Not checked at a real SGLang: {'; '.join(SGLANG_PARTS[part] for part in missing)}.**")
+    told.append(stored_by("sglang-gpu"))
+    return "\n".join(["| check | what was measured | value |", "|---|---|---|", *rows, "", " ".join(told)])
+
+
+def _show(value: Any) -> str:
+    """A value as a cell."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(_show, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

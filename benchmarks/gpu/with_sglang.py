@@ -35,6 +35,7 @@ import torch
 
 from benchmarks.gpu import work
 from benchmarks.gpu.measure import Bench
+from benchmarks.servers_page import NOT_RUN, SGLANG_PARTS
 from legato.errors import describe_error
 from legato.policy.policy import Policy
 from legato.rollouts.engine import EnginePlace, Limits, Request, Response
@@ -59,7 +60,8 @@ WITHOUT_GRAPHS = ("--disable-cuda-graph",)
 WITH_GRAPHS = ("--cuda-graph-max-bs", "64")
 STANDING_IN = ("torchvision",)
 """Packages that SGLang imports and a dense model never calls: stand-ins take their place where they are missing."""
-PARTS = ("log_probs", "seeds", "publish", "across", "kill")
+CHOICES = tuple(SGLANG_PARTS)[1:]
+"""The checks that may be left out: all but the start."""
 LOG_CHARACTERS = 6000
 """How much of the end of a server's log is shown."""
 
@@ -154,9 +156,8 @@ class Check:
             self.note("log-probs", f"temperature {temperature}: mean gap over {tokens} tokens", mean)
             self.note("log-probs", f"temperature {temperature}: largest gap", largest)
             self.note("log-probs", f"temperature {temperature}: tokens a second, first use included", tokens / seconds)
-            self.note(
-                "log-probs", "versions", sorted({int(v) for row in rows for each in row for v in each.version.unique()})
-            )
+            versions = {int(version) for row in rows for each in row for version in each.version.unique()}
+            self.note("log-probs", "versions of the tokens", sorted(versions))
         self.change_weights(1.1)
         self.note("log-probs", "mean gap after the policy alone was changed", self.gap(batch, rows, 0.7)[0])
         self.change_weights(1 / 1.1)
@@ -257,7 +258,7 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="let SGLang capture graphs")
     parser.add_argument("--seconds", type=float, default=110.0, help="no check begins that would end later")
     parser.add_argument("--deterministic", action="store_true", help="start SGLang with --enable-deterministic-inference")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=CHOICES, default=CHOICES)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
@@ -285,25 +286,31 @@ def main() -> None:
     )
     fleet = Fleet(policy, dialect, settings, rows_at_once=64, context_tokens=2048)
     check = Check(policy, fleet, options.out, prompt_tokens)
+    running = "start"
     try:
         began = time.monotonic()
         fleet.open(EnginePlace(folder=folder, say=lambda text: print(f"  {text}", flush=True)))
         assert fleet.servers[0].facts is not None and fleet.servers[0].state is State.UP
         start_seconds = time.monotonic() - began
-        check.note("start", fleet.servers[0].facts.software, start_seconds)
+        check.note("start", f"seconds until {fleet.servers[0].facts.software} answered", start_seconds)
         fleet.publish(policy.model.named_parameters(), 0)
         check.note("start", "the probe's gap", fleet.servers[0].gap)
-        # A server that was killed is started again.
-        parts = [(check.log_probs, 10.0), (check.seeds, 5.0), (check.publish, 12.0), (check.across, 15.0)]
-        for part, seconds in [*parts, (check.kill, start_seconds + 20.0)]:
-            if part.__name__ not in options.parts:
-                continue
+        seconds_needed = {
+            "log-probs": (check.log_probs, 10.0),
+            "seeds": (check.seeds, 5.0),
+            "publish": (check.publish, 12.0),
+            "across": (check.across, 15.0),
+            "kill": (check.kill, start_seconds + 20.0),  # the server is started again
+        }
+        for part in [part for part in CHOICES if part in options.parts]:
+            run, seconds = seconds_needed[part]
             if time.monotonic() + seconds > deadline:
-                check.note(part.__name__, "not run", f"{deadline - time.monotonic():.0f} s were left")
-            else:
-                part()
+                check.note(part, NOT_RUN, f"{deadline - time.monotonic():.0f} s were left")
+                continue
+            running = part
+            run()
     except BaseException as error:
-        check.failure = {"failed": describe_error(error)}
+        check.failure = {"failed": describe_error(error), "stopped_in": running}
         raise
     finally:
         fleet.close()

@@ -421,7 +421,7 @@ class Fleet(JobEngine):
         server.client.drop_connections()
         server.started.start(self._base if self._adapters and self._base is not None else published.folder)
         if self._closed.is_set():
-            server.started.end()  # all others were ended before this one was started
+            server.started.end()  # `close` has run already and did not see this process
             raise ServerError("the run has ended")
         server.started.wait_until_ready(server.client, self.settings.start_seconds, lambda: RUN.asked_to_end is not None)
         if self._adapters:
