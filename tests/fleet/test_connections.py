@@ -155,6 +155,29 @@ def test_an_answer_that_ends_with_its_connection_has_a_deadline_and_can_be_ended
     client.close()
 
 
+@pytest.mark.parametrize("head", ["HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n", "HTTP/1.0 200 OK\r\n\r\n"])
+def test_an_answer_that_comes_byte_by_byte_ends_at_its_deadline(head: str) -> None:
+    """Each byte comes in time; together they would take a quarter of an hour."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                connection = listening.accept()[0]
+                with connection:
+                    connection.recv(9999)
+                    connection.sendall(head.encode())
+                    while True:
+                        connection.sendall(b" ")
+                        time.sleep(0.1)
+
+        threading.Thread(target=serve, daemon=True).start()
+        client, started = HttpClient(f"http://127.0.0.1:{listening.getsockname()[1]}"), time.monotonic()
+        with pytest.raises(UnreachableError, match="in time"):
+            client.get("/", seconds=0.5)
+        assert time.monotonic() - started < 5.0
+        client.close()
+
+
 def test_a_request_that_is_ended_while_it_connects_is_not_sent(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
     client = HttpClient(echo.url)
     open_socket = socket.create_connection

@@ -257,7 +257,7 @@ def _read(connection: _Connection, response: http.client.HTTPResponse, deadline:
     parts, size = [], 0
     while True:
         connection.limit(deadline)
-        part = response.read(2**16)
+        part = response.read1(2**16)  # `read` would wait for all of it, with the time left for each piece
         if not part:
             break
         size += len(part)
@@ -266,6 +266,7 @@ def _read(connection: _Connection, response: http.client.HTTPResponse, deadline:
         parts.append(part)
     if response.length:  # it said how much would come
         raise UnreachableError(f"the answer ended {response.length} bytes too early")
+    response.close()  # `read1` does not do so at the end, and the connection would take no other request
     return b"".join(parts)
 
 
