@@ -27,7 +27,7 @@ from legato.errors import InputError
 from legato.records.directory import RunDirectory
 from tests.proof.command import Command
 from tests.proof.comparisons import OPTIONS, prepare_comparison, write_run
-from tests.proof.runs import differences, trained
+from tests.proof.runs import differences, records, trained
 
 SEEDS = [200, 201, 202]
 
@@ -360,12 +360,17 @@ def test_a_study_runs_to_its_verdict_and_a_single_run_of_it_again_to_the_same_bi
     assert differences(*map(trained, runs)) == []
 
 
-def test_the_checkpoints_of_ended_runs_go_where_that_is_asked_for(tmp_path: Path) -> None:
-    file = study_file(tmp_path, sweep={}, endpoint={"kind": "score"}, beds={"left": {"recipe": str(tmp_path / "bed.toml")}})
+@pytest.mark.parametrize("every", [0, 1])
+def test_runs_keep_no_checkpoints_where_that_is_asked_for(tmp_path: Path, every: int) -> None:
+    options = {**OPTIONS, "output.checkpoint_every_steps": every}
+    beds = {"left": {"recipe": str(tmp_path / "bed.toml")}}
+    file = study_file(tmp_path, sweep={}, endpoint={"kind": "score"}, beds=beds, options=options)
     study, folder = read_study(file), tmp_path / "study"
     run_study(study, folder=folder, only=["left-one-seed201"], keep_checkpoints=False, say=lambda text: None)
     run = RunDirectory(folder / "runs" / "left-one-seed201")
     assert run.path.is_dir() and not run.checkpoint_steps()
+    written = sum(record["kind"] == "checkpoint" for record in records(run.path))
+    assert bool(written) == bool(every)  # where none is asked for during a run, the disk never holds one
     (job,) = [job for job in jobs(study.definition, folder) if job.seed == 201 and job.arm == "one"]
     assert outcome(job, Store(folder))["status"] in ("done", "collapsed")
 

@@ -452,6 +452,19 @@ def test_checkpoint_every_steps_0_writes_only_the_last_checkpoint(tmp_path: Path
     assert RunDirectory.open(run).checkpoint_steps() == [4]
 
 
+def test_without_checkpoint_at_end_a_run_writes_what_is_due_during_it_alone(tmp_path: Path) -> None:
+    options = {"output.checkpoint_at_end": False, "evaluation.every_steps": 0, "policy.warm_up.steps": 1}
+    listener = Listener()
+    run = run_small(tmp_path / "none", {**options, "output.checkpoint_every_steps": 0}, watcher=listener)
+    assert run.exit_code == 0 and run.model_folder is None and run.accuracy is not None
+    assert "written on a signal only" in listener.said
+    directory = RunDirectory.open(run.directory)
+    assert directory.checkpoint_steps() == []
+    assert records(run.directory)[-1]["kind"] == "end"
+    some = run_small(tmp_path / "some", {**options, "output.checkpoint_every_steps": 3}).directory
+    assert RunDirectory.open(some).checkpoint_steps() == [3]
+
+
 def test_a_checkpoint_equals_that_of_a_run_which_ends_at_its_step(straight: Path, tmp_path: Path) -> None:
     options = {"training.steps": 2, "reward.kind": EARLY, "output.rollouts_every_steps": 0}
     ended = run_small(tmp_path, options).directory

@@ -103,7 +103,8 @@ def _print_ending(run: Run) -> None:
 def _next_command(directory: RunDirectory) -> str:
     """The next useful command after a finished run: what went wrong, or else what it has learned."""
     worrying = any(record.get("level") in ("warning", "alarm") for record in directory.health.readable())
-    return f"{_program()} {'doctor' if worrying else 'sample'} {shlex.quote(str(directory.path))}"
+    verb = "doctor" if worrying or not directory.checkpoint_steps() else "sample"
+    return f"{_program()} {verb} {shlex.quote(str(directory.path))}"
 
 
 def eval_command(

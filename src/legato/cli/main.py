@@ -299,7 +299,7 @@ def compare(
     unequal: Annotated[bool, typer.Option("--unequal", help="Arms may differ in problems, model or budget.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run again what failed before.")] = False,
     drop_checkpoints: Annotated[
-        bool, typer.Option("--drop-checkpoints", help="Remove the checkpoints of each run when it has ended.")
+        bool, typer.Option("--drop-checkpoints", help="Write no checkpoint at the end; remove others when a run has ended.")
     ] = False,
 ) -> None:
     """Compare arms over seeds: legato compare recipes/tiny.toml --arm grpo --arm gspo --seeds 0-4
@@ -351,7 +351,7 @@ def study(
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run again what failed before.")] = False,
     drop_checkpoints: Annotated[
-        bool, typer.Option("--drop-checkpoints", help="Remove the checkpoints of each run when it has ended.")
+        bool, typer.Option("--drop-checkpoints", help="Write no checkpoint at the end; remove others when a run has ended.")
     ] = False,
 ) -> None:
     """Run a registered study: legato study studies/frontier.toml --gpus 0 --parallel 16

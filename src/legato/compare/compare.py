@@ -63,10 +63,11 @@ def compare(
 ) -> Comparison:
     """Train all unfinished runs and collect the results. A stopped comparison continues.
 
-    All configurations are checked before the first run. Without `keep_checkpoints`, those of a run are removed when it ends.
+    All configurations are checked before the first run. Without `keep_checkpoints`, runs write none when they begin and
+    end, and others are removed when a run ends.
     """
     machine = machine or Machine()
-    store, planned = plan_runs(definition, folder or _folder(definition))
+    store, planned = plan_runs(definition, folder or _folder(definition), keep_checkpoints)
     say = GuardedSay(say, store.path)
     unequal = check_equal(definition, planned, "or compare them as they are with --unequal")
     with preparing(store, definition, planned, retry_failed):
@@ -85,11 +86,11 @@ def compare(
     return Comparison(folder=store.path, results=results, exit_code=code)
 
 
-def plan_runs(definition: Definition, folder: Path) -> tuple[Store, list[Job]]:
+def plan_runs(definition: Definition, folder: Path, keep_checkpoints: bool) -> tuple[Store, list[Job]]:
     """The folder and the checked runs of a definition. Nothing is written."""
     if "=" in str(folder):
         raise InputError(f"the folder {folder} holds an equals sign, which is for options; --out FOLDER names another")
-    return Store(folder), jobs(definition, folder)
+    return Store(folder), jobs(definition, folder, keep_checkpoints=keep_checkpoints)
 
 
 def check_equal(definition: Definition, planned: Sequence[Job], otherwise: str) -> list[str]:

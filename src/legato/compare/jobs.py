@@ -52,8 +52,11 @@ class Job:
         return self.seed, repr(sorted((path, value) for path, value in made_of.items() if path not in unlike))
 
 
-def jobs(definition: Definition, folder: Path) -> list[Job]:
-    """Return all runs, seed by seed, so that early results can be compared. InputError if a configuration is wrong."""
+def jobs(definition: Definition, folder: Path, *, keep_checkpoints: bool = True) -> list[Job]:
+    """Return all runs, seed by seed, so that early results can be compared. InputError if a configuration is wrong.
+
+    Without `keep_checkpoints`, runs write none when they begin and end.
+    """
     planned = []
     beds, warm = definition.all_beds, dict[str, dict[str, Any]]()
     for seed, place, point, arm in itertools.product(definition.seeds, beds, points(definition), definition.arms):
@@ -70,6 +73,7 @@ def jobs(definition: Definition, folder: Path) -> list[Job]:
             # Every run does all of its steps: one that stopped at a target would have had a smaller budget.
             "evaluation.target": None,
             "evaluation.target_greedy": None,
+            **({} if keep_checkpoints else {"output.checkpoint_at_end": False}),
         }
         try:
             options = {**definition.options, **bed.options, **definition.arms[arm], **point, **ours}

@@ -42,11 +42,11 @@ def run_study(
     With `pilot` the pilot seeds run instead, in a folder of their own. With `only`, the runs of those names alone; with
     `seeds`, the runs of those seeds. After `seconds` no further run begins. `finished` names files of runs that were made
     on other machines; the seeds that were run to their end here are written to the file `export`. Without
-    `keep_checkpoints`, those of a run are removed when it ends.
+    `keep_checkpoints`, runs write none when they begin and end, and others are removed when a run ends.
     """
     machine = machine or Machine()
     definition = replace(study.definition, seeds=chosen_seeds(study, pilot))
-    store, planned = plan_runs(definition, folder or study_folder(study, pilot))
+    store, planned = plan_runs(definition, folder or study_folder(study, pilot), keep_checkpoints)
     say = GuardedSay(say, store.path)
     check_equal(definition, planned, "or allow it with unequal = true")
     chosen = planned if only is None else [job for job in planned if job.name in only]

@@ -303,6 +303,11 @@ class Output:
     checkpoint_every_steps: int = integer(
         default=100, says="How often a checkpoint is written; 0: at the end and on a signal only.", minimum=0
     )
+    checkpoint_at_end: bool = flag(
+        default=True,
+        says="Whether a checkpoint is written at the end, and after a warm-up; false: for runs whose weights nobody needs."
+        " A signal and output.checkpoint_every_steps write one all the same.",
+    )
     save_in_background: str = choice(
         "auto",
         "on",

@@ -224,7 +224,8 @@ class Execution:
         if self.trainer.steps_done == 0 and self.latest is None:
             self._evaluate(keep=True)
             self._evaluate_sets(self.sets)
-            if self.resolved.config.policy.warm_up is not None or self.health.options.action == "recover":
+            warmed_up = self.resolved.config.policy.warm_up is not None
+            if (warmed_up and self.resolved.config.output.checkpoint_at_end) or self.health.options.action == "recover":
                 # A resumed run does not repeat the warm-up, and a recovery needs a checkpoint to go back to.
                 self._save()
         reason = "all steps done"
@@ -250,7 +251,8 @@ class Execution:
             self._evaluate(keep=True)
         at = self.trainer.steps_done
         self._evaluate_sets([each for each in self.sets if self.sets_evaluated_at.get(each.name) != at])
-        self._save()
+        if self.resolved.config.output.checkpoint_at_end:
+            self._save()
         until_room(self.saver.complete)
         self._show_best()
         self.directory.append_metrics({**self._end_record(reason), **self._best_record()}, sync=True)

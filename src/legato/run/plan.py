@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from legato.config.resolved import Resolved
+from legato.config.schema import Output
 from legato.core.rollout import Problem
 from legato.diagnostics.words import count
 from legato.errors import InputError
@@ -35,7 +36,7 @@ def describe_plan(
         f"reads      {', '.join(_files(resolved)) or 'no file'}",
         f"writes     {directory}: config.toml, environment.json, metrics.jsonl, health.jsonl, report.html,"
         f" rollouts ({_interval(output.rollout_interval(training.steps))}), checkpoints"
-        f" ({_interval(output.checkpoint_every_steps)} and at the end; the last {output.keep_last} and the best stay)",
+        f" ({checkpoint_moments(output)}; the last {output.keep_last} and the best stay)",
     ]
 
 
@@ -58,6 +59,13 @@ def _files(resolved: Resolved) -> list[str]:
     kinds = [config.task.kind, config.reward.kind, config.task.environment, config.rollouts.engine]
     named += [kind.rpartition(":")[0] for kind in kinds if kind is not None and ".py:" in kind]
     return list(dict.fromkeys([*recipes, *(str(each) for each in named if each)]))
+
+
+def checkpoint_moments(output: Output) -> str:
+    """When a run writes checkpoints, as in: every 100 steps and at the end."""
+    moments = [_interval(output.checkpoint_every_steps)] if output.checkpoint_every_steps else []
+    moments += ["at the end"] if output.checkpoint_at_end else []
+    return " and ".join(moments) or "on a signal only"
 
 
 def _interval(steps: int) -> str:

@@ -50,7 +50,7 @@ from legato.run.interrupt import ImmediateInterrupt, Interrupt
 from legato.run.loggers import Logger, TensorBoardLogger, TrackioLogger, WandbLogger
 from legato.run.memory import decide_checkpointing
 from legato.run.origin import prepare
-from legato.run.plan import describe_plan
+from legato.run.plan import checkpoint_moments, describe_plan
 from legato.run.room import Pause
 from legato.run.sampler import EngineVoice, closing_engine
 from legato.run.sizes import check_sizes
@@ -895,11 +895,10 @@ def _checkpoint_note(resolved: Resolved, policy: Policy) -> str:
     output, size = resolved.config.output, checkpoint.expected_bytes(policy)
     healthy = int(resolved.config.health.action != "say")
     kept = min(output.keep_last + 1 + healthy, resolved.config.training.steps)
-    every = f"every {count(output.checkpoint_every_steps, 'step')} and " if output.checkpoint_every_steps else ""
     also = "the best one and a healthy one" if healthy else "the best one"
     return (
-        f"a checkpoint is about {show_bytes(size)}, written {every}at the end; the newest {output.keep_last} are kept"
-        f" (output.keep_last), and {also}: at most {show_bytes(kept * size)}"
+        f"a checkpoint is about {show_bytes(size)}, written {checkpoint_moments(output)}; the newest {output.keep_last} are"
+        f" kept (output.keep_last), and {also}: at most {show_bytes(kept * size)}"
     )
 
 
