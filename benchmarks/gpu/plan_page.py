@@ -118,7 +118,7 @@ def one_gpu(stored: dict[str, Any]) -> str:
             rows.append([what, wanted, why, "", "", "" if why == _UNKNOWN else _when(stored, part)])
         for each in told:
             cells = [f"{100 * (each.ratio - 1):+.1f} %{_verdict(each, allowed)}"]
-            cells.append(f"{100 * (each.smallest - 1):+.1f} to {100 * (each.largest - 1):+.1f} %")
+            cells.append(f"{100 * (each.low - 1):+.1f} to {100 * (each.high - 1):+.1f} % ({each.steps} steps)")
             cells.append(f"up to {100 * each.norms_apart:.2g} % apart" if each.norms_apart else "equal")
             rows.append([what, wanted, *cells, _moment(stored, each.date, each.commit)])
     nccl, two = parts.get("nccl", {}), parts.get("two", {})
@@ -139,20 +139,17 @@ def one_gpu(stored: dict[str, Any]) -> str:
             equal = "equal" if engine["equal_on_ranks"] else "different"
         what = f"{name}: weights of the two after whole steps with the engine"
         rows.append([what, "equal", equal, "", "", _when(stored, "two")])
-    return markdown(["", "wanted", "measured", "single steps", "gradient norms", "when"], rows)
+    return markdown(["", "wanted", "measured", "interval", "gradient norms", "when"], rows)
 
 
 def _verdict(comparison: gpu_ranks.Comparison, allowed: float) -> str:
-    """Whether a ratio is further from 1 than `allowed`. Steps that spread by more resolve only what all of them show."""
-    smallest, largest = comparison.smallest - 1, comparison.largest - 1
-    if smallest > allowed:
+    """Whether a ratio is further from 1 than `allowed`, as far as its interval tells."""
+    low, high = comparison.low - 1, comparison.high - 1
+    if low > allowed:
         return ", slower than that"
-    if largest < -allowed:
+    if high < -allowed:
         return ", faster than that"
-    if largest - smallest > allowed:
-        return ", not resolved"
-    middle = comparison.ratio - 1
-    return ", slower than that" if middle > allowed else ", faster than that" if middle < -allowed else ""
+    return "" if -allowed <= low and high <= allowed else ", not resolved"
 
 
 def _why_not(part: dict[str, Any], side: str) -> str:

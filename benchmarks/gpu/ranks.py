@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.ranks                       # one H200: about 6 minutes; writes results/ranks-gpu.json
     python -m benchmarks.gpu.ranks --parts two "profile 1.7B"    # some parts; the stored results of the others stay
+    python -m benchmarks.gpu.ranks --parts "torchrun 1.7B" --ways "layers, kept"    # one way beside one process
     python -m benchmarks.gpu.ranks --tiny --device cpu --output tiny-ranks.json    # toy shapes, for tests
 
 Parts, each in processes of its own, stored as soon as it is measured. A result that another replaces is kept (`earlier`):
@@ -21,6 +22,7 @@ Parts, each in processes of its own, stored as soon as it is measured. A result 
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -52,8 +54,8 @@ four policies and 24 steps then takes more than 90 s, "torchrun 1.7B" after it 6
 """
 SECONDS = 570.0
 """The most seconds of all parts together: a command on the GPU's machine has ten minutes."""
-STEPS = {"0.6B": 5, "1.7B": 3, "8B": 3}
-"""Measured steps of each side, after one to warm up."""
+STEPS = {"0.6B": 12, "1.7B": 9, "8B": 6}
+"""Measured steps of each side, after one to warm up. An interval of 95 % needs six."""
 LAYERS_OF_8B = 6
 KEPT = "layers, kept"
 """FSDP2 with memory for whole layers and gradients; "layers": FSDP2 that gathers layers in each pass."""
@@ -64,12 +66,15 @@ TAIL = 30
 """Lines of output that are stored of a part that failed."""
 
 
-def measure(part: str, *, device: str, tiny: bool) -> dict[str, Any]:
-    """The result of a part, in a process that `run_part` has started. Of several ranks that of rank 0 counts."""
+def measure(part: str, *, device: str, tiny: bool, ways: Sequence[str] = WAYS) -> dict[str, Any]:
+    """The result of a part, in a process that `run_part` has started. Of several ranks that of rank 0 counts.
+
+    `ways`: which ways of dividing are measured beside one process, of those that the part has.
+    """
     kind, _, shape = part.removesuffix(" again").partition(" ")
     measures: dict[str, Callable[..., dict[str, Any]]] = {
         "plain": measure_plain,
-        "torchrun": measure_one_rank,
+        "torchrun": partial(measure_one_rank, ways=ways),
         "profile": profile_one_rank,
         "nccl": try_nccl,
         "two": check_two,
@@ -91,7 +96,7 @@ def measure_plain(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
     return {"sides": _alternate(bench, {"plain": _trainer(bench, shape, "one", None)}, 1 if tiny else STEPS[shape])}
 
 
-def measure_one_rank(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
+def measure_one_rank(shape: str, *, device: str, tiny: bool, ways: Sequence[str] = WAYS) -> dict[str, Any]:
     """Seconds of the update phase on one rank under torchrun: as a run has it, and with a process group of one rank."""
     from legato.training.ranks.join import joined
 
@@ -100,7 +105,7 @@ def measure_one_rank(shape: str, *, device: str, tiny: bool) -> dict[str, Any]:
         # A run on one rank gets no process group: what torchrun adds is its environment.
         sides: dict[str, Any] = {}
         errors: dict[str, str] = {}
-        for way in SIDES[shape]:
+        for way in [each for each in SIDES[shape] if each in ("one", *ways)]:
             started = time.monotonic()
             try:
                 sides[way] = _trainer(bench, shape, way, world)
@@ -391,6 +396,7 @@ def run_part(part: str, limit: float, options: argparse.Namespace) -> dict[str, 
     """The result of a part, measured in processes of its own that end after `limit` seconds."""
     processes, _ = PARTS[part]
     own = ["-m", "benchmarks.gpu.ranks", "--child", part, "--device", options.device, *(["--tiny"] if options.tiny else [])]
+    own += ["--ways", *options.ways]
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
     with tempfile.TemporaryDirectory() as folder:
         target, log = Path(folder) / "result.json", Path(folder) / "log"
@@ -445,10 +451,11 @@ class Comparison:
 
     name: str
     ratio: float
-    """Of the medians."""
-    smallest: float
-    """Of single steps. Sides that took turns: step by step. Else of all pairs of steps."""
-    largest: float
+    """The median over steps. A step does the same work on both sides, in the same order of steps."""
+    low: float
+    """The interval of that median, which is 95 % or more from six steps on (`median_interval`)."""
+    high: float
+    steps: int
     norms_apart: float
     """The largest distance of their gradient norms, as a share: more than 0 where the sides did not train the same."""
     date: str
@@ -481,15 +488,16 @@ def _compare_part(part: str, result: dict[str, Any], beside: dict[str, Any]) -> 
     plain = [each["sides"]["plain"] for name, each in beside.items() if name.startswith("plain")]
     plain = [each for each in plain if each.get("seconds") is not None]
 
-    def compared(name: str, side: dict[str, Any], others: Sequence[dict[str, Any]], *, turns: bool) -> Comparison:
-        steps = [sample for each in others for sample in each["samples"]]
-        pairs = zip(side["samples"], steps, strict=False) if turns else [(a, b) for a in side["samples"] for b in steps]
-        ratios = [a / b for a, b in pairs]
+    def compared(name: str, side: dict[str, Any], others: Sequence[dict[str, Any]]) -> Comparison:
+        steps = zip(side["samples"], *(each["samples"] for each in others), strict=False)
+        ratios = [own / statistics.mean(rest) for own, *rest in steps]
+        low, high = median_interval(ratios)
         return Comparison(
             name=name,
-            ratio=side["seconds"] / statistics.mean([each["seconds"] for each in others]),
-            smallest=min(ratios),
-            largest=max(ratios),
+            ratio=statistics.median(ratios),
+            low=low,
+            high=high,
+            steps=len(ratios),
             norms_apart=max(
                 [abs(a / b - 1) for each in others for a, b in zip(_norms(side), _norms(each), strict=False)], default=0.0
             ),
@@ -498,17 +506,34 @@ def _compare_part(part: str, result: dict[str, Any], beside: dict[str, Any]) -> 
         )
 
     if part == "plain 0.6B again" and len(plain) == 2:
-        yield compared("plain again over plain, 0.6B", plain[1], plain[:1], turns=False)
+        yield compared("plain again over plain, 0.6B", plain[1], plain[:1])
     one, shape = sides.pop("one", None), part.partition(" ")[2]
     if one is None:
         return
     if plain and shape == "0.6B":
-        yield compared("torchrun over plain, 0.6B", one, plain, turns=False)
+        yield compared("torchrun over plain, 0.6B", one, plain)
     for way, side in sides.items():
-        yield compared(f"{way} over one process, {shape}", side, [one], turns=True)
+        yield compared(f"{way} over one process, {shape}", side, [one])
     if KEPT in sides and "optimizer" in sides:
         # FSDP2 alone: both have a process group of one rank.
-        yield compared(f"{KEPT} over optimizer, {shape}", sides[KEPT], [sides["optimizer"]], turns=True)
+        yield compared(f"{KEPT} over optimizer, {shape}", sides[KEPT], [sides["optimizer"]])
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """An interval of the median from the order of the values alone, so that single slow steps do not move it.
+
+    Its level is at least `level` where there are enough values (six for 95 %); of fewer it is all of their range.
+    """
+    ordered, count = sorted(values), len(values)
+    outside, left_out = 0.0, 0
+    # Without the k smallest and the k largest, the median is missed on one side if at most k of `count` coins show heads.
+    while 2 * left_out < count - 1:
+        outside += math.comb(count, left_out) / 2**count
+        if 2 * outside > 1 - level:
+            break
+        left_out += 1
+    left_out = max(0, left_out - 1)
+    return ordered[left_out], ordered[count - 1 - left_out]
 
 
 def _norms(side: dict[str, Any]) -> list[float]:
@@ -546,8 +571,8 @@ def run_all(options: argparse.Namespace) -> None:
         beside.replace(options.output)
         print(f"{part} ({time.monotonic() - started:.0f} s): {json.dumps(result)[:1500]}", flush=True)
     for each in compare(results):
-        steps = f"{each.smallest:.3f} to {each.largest:.3f}"
-        print(f"{each.name}: {each.ratio:.3f} ({steps}), {each.date} {each.commit}", flush=True)
+        interval = f"{each.low:.3f} to {each.high:.3f}, {each.steps} steps"
+        print(f"{each.name}: {each.ratio:.3f} ({interval}), {each.date} {each.commit}", flush=True)
 
 
 def main() -> None:
@@ -555,6 +580,7 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=[part for part in PARTS if not part.startswith("profile")]
     )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="of dividing, in the parts under torchrun")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="all parts end after this many seconds")
     parser.add_argument("--device", default="cuda")
@@ -565,7 +591,7 @@ def main() -> None:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         os.environ.setdefault(name, "1")
     if options.child:
-        _store_child(measure(options.child, device=options.device, tiny=options.tiny))
+        _store_child(measure(options.child, device=options.device, tiny=options.tiny, ways=options.ways))
         return
     run_all(options)
 

@@ -1,6 +1,7 @@
 """The measurement of ranks on one GPU, at toy shapes on a CPU: ratios, results stored singly, faults that stay alone."""
 
 import argparse
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ def options(tmp_path: Path, *parts: str, seconds: float = 100.0) -> argparse.Nam
         tiny=True,
         child=None,
         commit="abc1234",
+        ways=list(ranks.WAYS),
     )
 
 
@@ -92,13 +94,33 @@ def test_only_results_of_one_command_are_compared_the_replaced_ones_too() -> Non
     ]
 
 
-def test_a_comparison_tells_its_single_steps_and_how_far_norms_are_apart() -> None:
-    parts = {"torchrun 1.7B": {"sides": {"one": side(2.0, 4.0, 2.0), "layers": side(2.2, 2.0, 2.4, norms=(2.0, 3.3))}}}
+def test_a_comparison_tells_the_interval_of_its_median_step_and_how_far_norms_are_apart() -> None:
+    parts = {"torchrun 1.7B": {"sides": {"one": side(2.0, 4.0, 2.0), "layers": side(2.2, 2.0, 2.6, norms=(2.0, 3.3))}}}
     (turns,) = ranks.compare({"parts": parts})
-    assert (turns.smallest, turns.largest, turns.norms_apart) == pytest.approx((0.5, 1.2, 0.1))
-    parts = {"plain 0.6B": {"sides": {"plain": side(2.0, 4.0)}}, "torchrun 0.6B": {"sides": {"one": side(3.0, 5.0)}}}
+    assert (turns.ratio, turns.low, turns.high, turns.norms_apart) == pytest.approx((1.1, 0.5, 1.3, 0.1))
+    assert turns.steps == 3
+    parts = {"plain 0.6B": {"sides": {"plain": side(2.0, 4.0)}}, "torchrun 0.6B": {"sides": {"one": side(3.0, 5.0, 9.0)}}}
     (apart,) = ranks.compare({"parts": parts})
-    assert (apart.smallest, apart.largest, apart.norms_apart) == (0.75, 2.5, 0.0), "they did not take turns"
+    assert (apart.ratio, apart.low, apart.high, apart.norms_apart) == (1.375, 1.25, 1.5, 0.0), "step by step"
+
+
+def test_one_slow_step_does_not_move_a_comparison() -> None:
+    slow = side(3.3, *[1.0] * 11)
+    (told,) = ranks.compare({"parts": {"torchrun 0.6B": {"sides": {"one": slow, "layers": side(*[1.01] * 12)}}}})
+    assert (told.ratio, told.low, told.high) == (1.01, 1.01, 1.01)
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 6, 9, 12, 25])
+def test_the_interval_of_a_median_holds_at_its_level(count: int) -> None:
+    """By the binomial distribution, which the interval inverts: narrower ones would miss the median too often."""
+    low, high = ranks.median_interval(range(count))
+    assert low + high == count - 1, "as many values are left out below as above"
+
+    def level(left_out: int) -> float:
+        return 1 - 2 * sum(math.comb(count, heads) for heads in range(left_out + 1)) / 2**count
+
+    assert low == 0 if count < 6 else level(int(low)) >= 0.95
+    assert count < 6 or level(int(low) + 1) < 0.95
 
 
 def test_a_result_that_is_replaced_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
@@ -165,8 +187,8 @@ def test_the_page_tells_what_was_measured_and_what_was_not() -> None:
     }
     lines = one_gpu(stored).splitlines()
     told = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
-    assert "| within 2 % | +2.6 %, slower than that | +2.6 to +2.6 % | equal | 2026-11-20, H200 |" in lines[3]
-    assert "| within 5 % | +3.4 % | +3.4 to +3.4 % | up to 10 % apart | 2026-11-20, H200 |" in lines[4]
+    assert "| within 2 % | +2.6 %, slower than that | +2.6 to +2.6 % (1 steps) | equal | 2026-11-20, H200 |" in lines[3]
+    assert "| within 5 % | +3.4 % | +3.4 to +3.4 % (1 steps) | up to 10 % apart | 2026-11-20, H200 |" in lines[4]
     kept = "FSDP2 on one rank, 1.7B, layers and gradients kept during updates, over the same run without"
     assert "failed: OutOfMemoryError: full" in told[kept]
     assert "refuses them |  |  | 2026-11-19, H200, abc1234 |" in told["NCCL with two processes on one GPU"]
@@ -179,24 +201,23 @@ def test_the_page_tells_what_was_measured_and_what_was_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("smallest", "ratio", "largest", "verdict"),
+    ("low", "high", "verdict"),
     [
-        (1.01, 1.02, 1.03, ""),
-        (1.04, 1.06, 1.07, ", slower than that"),
-        (0.93, 0.94, 0.96, ", faster than that"),
-        (0.95, 1.06, 1.10, ", not resolved"),
-        (0.86, 0.95, 1.04, ", not resolved"),
-        (1.46, 1.54, 1.66, ", slower than that"),  # they spread by 20 %, and all are beyond
-        (0.50, 0.60, 0.70, ", faster than that"),
+        (1.01, 1.03, ""),
+        (0.96, 1.04, ""),
+        (1.04, 1.07, ", not resolved"),
+        (0.93, 0.96, ", not resolved"),
+        (0.86, 1.04, ", not resolved"),
+        (0.90, 1.10, ", not resolved"),
+        (1.46, 1.66, ", slower than that"),
+        (0.50, 0.70, ", faster than that"),
     ],
 )
-def test_steps_that_spread_by_more_than_is_wanted_resolve_nothing(
-    smallest: float, ratio: float, largest: float, verdict: str
-) -> None:
+def test_only_intervals_on_one_side_of_what_is_wanted_resolve_it(low: float, high: float, verdict: str) -> None:
     from benchmarks.gpu.plan_page import _verdict
 
     comparison = ranks.Comparison(
-        name="", ratio=ratio, smallest=smallest, largest=largest, norms_apart=0.0, date="2026-11-20", commit="abc1234"
+        name="", ratio=1.0, low=low, high=high, steps=12, norms_apart=0.0, date="2026-11-20", commit="abc1234"
     )
     assert _verdict(comparison, 0.05) == verdict
     assert not _verdict(comparison, float("inf"))
