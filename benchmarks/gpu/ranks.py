@@ -54,7 +54,7 @@ four policies and 24 steps then takes more than 90 s, "torchrun 1.7B" after it 6
 """
 SECONDS = 570.0
 """The most seconds of all parts together: a command on the GPU's machine has ten minutes."""
-STEPS = {"0.6B": 12, "1.7B": 9, "8B": 6}
+STEPS = {"0.6B": 9, "1.7B": 7, "8B": 6}
 """Measured steps of each side, after one to warm up. An interval of 95 % needs six."""
 LAYERS_OF_8B = 6
 KEPT = "layers, kept"

@@ -50,12 +50,18 @@ from legato.rollouts.servers.settings import ServerSettings
 
 PACKAGES = "LEGATO_SGLANG_PACKAGES"
 PROMPTS, SAMPLES, TOKENS = 16, 8, 64
-SHARE = "0.3"
+SHARE = "0.15"
 """Of the GPU's memory, for SGLang's weights and keys."""
-ARGUMENTS = (
-    *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    *("--mem-fraction-static", SHARE, "--skip-server-warmup", "--skip-tokenizer-init", "--disable-piecewise-cuda-graph"),
-)
+
+
+def server_arguments(share: str) -> tuple[str, ...]:
+    """The words that a cut-down SGLang is started with; `share` of the GPU's memory is for weights and keys."""
+    return (
+        *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+        *("--mem-fraction-static", share, "--skip-server-warmup", "--skip-tokenizer-init", "--disable-piecewise-cuda-graph"),
+    )
+
+
 WITHOUT_GRAPHS = ("--disable-cuda-graph",)
 WITH_GRAPHS = ("--cuda-graph-max-bs", "64")
 STANDING_IN = ("torchvision",)
@@ -267,7 +273,7 @@ def main() -> None:
     policy = work.make_policy(bench, "0.6B")
     folder = Path(tempfile.mkdtemp(prefix="with-sglang-"))
     dialect: Dialect = Own() if options.engine == "legato" else Sglang()
-    arguments = (*ARGUMENTS, *(WITH_GRAPHS if options.graphs else WITHOUT_GRAPHS)) if options.engine == "sglang" else ()
+    arguments = (*server_arguments(SHARE), *(WITH_GRAPHS if options.graphs else WITHOUT_GRAPHS)) if options.engine == "sglang" else ()
     if options.deterministic:
         arguments += ("--enable-deterministic-inference",)
     python = sys.executable
