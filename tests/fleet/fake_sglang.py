@@ -191,7 +191,7 @@ class FakeSglang:
         }
         if body.get("logprob_start_len") == 0:
             values = [None, *scores.logprobs.tolist()]
-            meta["input_token_logprobs"] = [
-                [value, token, None] for value, token in zip(values, prompt.tolist(), strict=True)
-            ]
+            # 0.5.17 does not name the last token of the vocabulary (`_process_input_token_logprobs`).
+            named = [token if token < self.policy.vocabulary - 1 else 0 for token in prompt.tolist()]
+            meta["input_token_logprobs"] = [[value, token, None] for value, token in zip(values, named, strict=True)]
         return {"text": response.text, "output_ids": tokens, "meta_info": meta}

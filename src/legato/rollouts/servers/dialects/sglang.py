@@ -119,7 +119,9 @@ class Sglang(Dialect):
         entries = _meta(client.post(PATH, body, seconds=seconds), name).get("input_token_logprobs")
         if not isinstance(entries, list) or len(entries) != len(tokens):
             raise BadReplyError(f"expected input_token_logprobs of {len(tokens)} tokens, got {str(entries)[:100]}")
-        return read_scores([_entry(entry, token) for entry, token in zip(entries, tokens, strict=True)][1:], len(tokens) - 1)
+        # Of a prompt, SGLang calls the last token of the vocabulary 0 (seen in 0.5.17). Its log-prob is right.
+        scores = [_entry(entry, token, 0) for entry, token in zip(entries, tokens, strict=True)]
+        return read_scores(scores[1:], len(tokens) - 1)
 
     def load(self, client: HttpClient, folder: Path, name: str, *, adapters: bool, seconds: float) -> None:
         client.tell("POST", "/pause_generation", {"mode": "abort"}, seconds=seconds)
@@ -183,9 +185,9 @@ def _meta(reply: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return meta
 
 
-def _entry(entry: Any, token: int) -> Any:
-    """The log-prob in [log-prob, token id, text] of a token."""
-    if not isinstance(entry, list | tuple) or len(entry) < 2 or entry[1] != token:
+def _entry(entry: Any, token: int, *aliases: int) -> Any:
+    """The log-prob in [log-prob, token id, text] of a token, which may also be called by one of its aliases."""
+    if not isinstance(entry, list | tuple) or len(entry) < 2 or entry[1] not in (token, *aliases):
         raise BadReplyError(f"expected the log-prob of token {token}, got {str(entry)[:100]}")
     return entry[0]
 
