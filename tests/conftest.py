@@ -39,7 +39,7 @@ if find_spec("tomli_w") is None or find_spec("typer") is None:
     MODULES = {name for name in MODULES if name.split(".")[1] not in ABOVE_TRAINING}
     ENTRY_POINTS = {name for name in ENTRY_POINTS if name.split(".")[1] not in ABOVE_TRAINING}
 
-if find_spec("starlette") is None:
+if any(find_spec(name) is None for name in ("starlette", "uvicorn", "orjson")):
     MODULES = {name for name in MODULES if name.split(".")[1] != "serve"}
 
 # `make test` runs whole runs without these checks, which double their time; `make slow` runs everything with them.

@@ -1,7 +1,7 @@
 """A run that learns to write digits at a real SGLang, which it starts and publishes to, beside the same run locally.
 
     python -m benchmarks.gpu.learn_at_sglang --out RESULT.json         # about three minutes beside other work on the GPU
-    python -m benchmarks.gpu.learn_at_sglang --engine legato           # `legato serve` in place of SGLang, to try this script
+    python -m benchmarks.gpu.learn_at_sglang --engine legato           # `legato serve` in place of SGLang: to try it
 
 The tiny model in bfloat16, 40 steps: what tests/vllm does at vLLM. SGLang's packages are found as in with_sglang.py. Results
 of the accuracies at the end, and of every publish, go to RESULT.json, which docs/engines.md shows.
@@ -64,7 +64,9 @@ def main() -> None:
     }
     if options.engine == "sglang":
         packages = os.environ.get(PACKAGES)
-        servers["rollouts.servers.python"] = wrap_python(str(Path(packages).resolve()), folder) if packages else sys.executable
+        servers["rollouts.servers.python"] = (
+            wrap_python(str(Path(packages).resolve()), folder) if packages else sys.executable
+        )
         servers["rollouts.servers.arguments"] = [*server_arguments(SHARE), *WITHOUT_GRAPHS]
     table: dict[str, Any] = {"commit": os.environ.get("COMMIT", ""), "day": time.strftime("%Y-%m-%d"), "rows": []}
 

@@ -273,7 +273,11 @@ def main() -> None:
     policy = work.make_policy(bench, "0.6B")
     folder = Path(tempfile.mkdtemp(prefix="with-sglang-"))
     dialect: Dialect = Own() if options.engine == "legato" else Sglang()
-    arguments = (*server_arguments(SHARE), *(WITH_GRAPHS if options.graphs else WITHOUT_GRAPHS)) if options.engine == "sglang" else ()
+    arguments = (
+        (*server_arguments(SHARE), *(WITH_GRAPHS if options.graphs else WITHOUT_GRAPHS))
+        if options.engine == "sglang"
+        else ()
+    )
     if options.deterministic:
         arguments += ("--enable-deterministic-inference",)
     python = sys.executable

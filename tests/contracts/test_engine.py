@@ -30,6 +30,7 @@ from legato.rollouts import registry
 from legato.rollouts.engine import Capabilities, Engine, Finished, Handle, Limits, Partial, Progress, Request, Response
 from legato.rollouts.registry import EngineOptions, build_engine
 from legato.rollouts.sampling import Sampling
+from legato.serve.packages import has_server_packages
 
 BETWEEN_BATCHES = 1e-4
 """How far the log-prob of one token may move when other rows are decoded beside it (float32)."""
@@ -76,7 +77,7 @@ def subjects(config: pytest.Config) -> list[str]:
         return [own]
     registry._register_engines()
     own = [name for name in names("engine") if not registry.is_remote(name)]
-    return [*own, PIPED, *([SLOTS] if find_spec("triton") else []), *([FLEET] if find_spec("starlette") else [])]
+    return [*own, PIPED, *([SLOTS] if find_spec("triton") else []), *([FLEET] if has_server_packages() else [])]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -13,11 +13,12 @@ import torch
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine
-from legato.serve.connections import MOST_BYTES, JoinedWrites, JoiningProtocol
+from legato.serve import connections
+from legato.serve.connections import MOST_BYTES, JoinedWrites, joining_protocol
 from legato.serve.engine_thread import DELIVERED_TOGETHER, EngineThread, Failed, NewTokens, Work
 from legato.serve.http import ClientGone, until_gone
 from legato.serve.logprobs import generate_own_logprobs
-from legato.serve.server import COLLECT_EVERY, short_collections, uvicorn_config
+from legato.serve.server import COLLECT_EVERY, HEADER_BYTES, short_collections, uvicorn_config
 
 
 class _Recorded(asyncio.Transport):
@@ -93,12 +94,32 @@ def test_log_probs_are_written_whatever_they_are(odd: float | None) -> None:
     assert json.loads(generate_own_logprobs([], []).text) == {"content": []}
 
 
+@pytest.fixture(params=["httptools", "h11"])
+def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both parsers: h11 is taken where httptools is not installed."""
+    found = None if request.param == "h11" else object()
+    monkeypatch.setattr(connections, "find_spec", lambda name: found)
+    return str(request.param)
+
+
+def connect(app: Any) -> tuple[Any, _Recorded]:
+    """A connection to an app, and what is sent over it."""
+    from uvicorn.server import ServerState
+
+    config = uvicorn_config(app)
+    config.load()
+    protocol = joining_protocol(HEADER_BYTES)(config, ServerState(), app_state={})
+    recorded = _Recorded()
+    recorded.get_extra_info = lambda name, default=None: default  # type: ignore[method-assign]
+    protocol.connection_made(recorded)
+    return protocol, recorded
+
+
+@pytest.mark.usefixtures("parser")
 def test_an_answer_is_sent_as_soon_as_it_is_complete() -> None:
     """Before the handlers of other clients, whose turn is in the same round of the loop, write theirs."""
 
     async def answer() -> list[int]:
-        from uvicorn.server import ServerState
-
         counts = []
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -106,18 +127,69 @@ def test_an_answer_is_sent_as_soon_as_it_is_complete() -> None:
             await send({"type": "http.response.body", "body": b"ok"})
             counts.append(len(recorded.sent))
 
-        config = uvicorn_config(app)
-        config.load()
-        protocol = JoiningProtocol(config, ServerState(), app_state={})
-        recorded = _Recorded()
-        recorded.get_extra_info = lambda name, default=None: default  # type: ignore[method-assign]
-        protocol.connection_made(recorded)
+        protocol, recorded = connect(app)
         protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         await asyncio.gather(*protocol.tasks)
-        protocol.timeout_keep_alive_task.cancel()  # type: ignore[union-attr]
+        protocol.timeout_keep_alive_task.cancel()
         return counts
 
     assert asyncio.run(answer()) == [1], "head and body as one piece, before the handler goes on"
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["whole", "without an end"])
+@pytest.mark.parametrize("piece", [1000, 2**18], ids=["many pieces", "large pieces"])
+def test_headers_that_are_too_long_are_refused(parser: str, piece: int, ended: bool) -> None:
+    if parser == "h11" and ended and piece > HEADER_BYTES:
+        pytest.skip("h11 bounds headers only as long as they have not ended")
+
+    async def send() -> list[bytes]:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            raise AssertionError("the request must not be handled")
+
+        protocol, recorded = connect(app)
+        head = b"POST / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * (2 * HEADER_BYTES if ended else 4 * 2**18)
+        head += b"\r\n\r\n" if ended else b""
+        for place in range(0, len(head), piece):
+            if not recorded.closed:
+                protocol.data_received(head[place : place + piece])
+        await asyncio.sleep(0)
+        assert not protocol.tasks and recorded.closed
+        return recorded.sent
+
+    assert asyncio.run(send())[0].startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.usefixtures("parser")
+@pytest.mark.parametrize("piece", [7000, 2**18, 2**20], ids=["small pieces", "large pieces", "one piece"])
+def test_long_bodies_are_no_long_headers(piece: int) -> None:
+    """Three requests after each other on one connection, each with a body of several times the most bytes of headers."""
+
+    async def send() -> list[int]:
+        sizes: list[int] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            size, more = 0, True
+            while more:
+                message = await receive()
+                size, more = size + len(message["body"]), message.get("more_body", False)
+            sizes.append(size)
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"ok"})
+
+        protocol, recorded = connect(app)
+        recorded.pause_reading = recorded.resume_reading = lambda: None  # type: ignore[method-assign]
+        body = b"b" * (5 * HEADER_BYTES)
+        request = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        for _ in range(3):
+            for place in range(0, len(request), piece):
+                protocol.data_received(request[place : place + piece])
+                await asyncio.sleep(0)
+            await asyncio.gather(*protocol.tasks)
+        protocol.timeout_keep_alive_task.cancel()
+        assert not recorded.closed and all(sent.startswith(b"HTTP/1.1 200") for sent in recorded.sent)
+        return sizes
+
+    assert asyncio.run(send()) == [5 * HEADER_BYTES] * 3
 
 
 def test_the_first_of_many_clients_is_answered_before_the_last_is_told() -> None:

@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from legato.health.goback import find_checkpoint
 from legato.records.directory import RunDirectory
 from legato.run import wire
 from legato.run.target import Target
+from legato.serve.packages import check_server_packages
 from legato.training import checkpoint
 
 if TYPE_CHECKING:
@@ -65,14 +65,9 @@ class RunCheckpoints:
         return int(folder.name.removeprefix("step-")), folder / "model"
 
 
-def _check_installed() -> None:
-    if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise InputError("legato serve needs starlette and uvicorn: pip install 'legato[serve]'")
-
-
 def build_served(target: Target, place: str, options: ServeOptions) -> "Served":
     """The policy of a target with its engine, ready to be served. `place` is how the user named the target."""
-    _check_installed()
+    check_server_packages("legato serve")
     from legato.serve.limits import ServeLimits
     from legato.serve.served import Served
     from legato.serve.weights import Weights
@@ -134,7 +129,7 @@ def build_served_of_running(find_target: Callable[[], Target], place: str, optio
 
 def serve(find_target: Callable[[], Target], place: str, options: ServeOptions, say: Callable[[str], None]) -> None:
     """Serve a target until interrupted. `find_target` finds it, again if its checkpoint is pruned while it is loaded."""
-    _check_installed()
+    check_server_packages("legato serve")
     from legato.serve.server import is_loopback, listen, serve_until_interrupted
 
     listen(options.host, options.port).close()  # a port that is taken is refused before the model is loaded

@@ -159,8 +159,9 @@ def load_judges(config: Config, reward: WeightedSum) -> None:
     """Load the judges of a reward that have no endpoint, and serve them in this process. Each model is loaded once."""
     judges = [each.reward for each in reward.components.values() if isinstance(each.reward, JudgeReward)]
     for model in dict.fromkeys(judge.model for judge in judges if judge.url is None and judge.model not in LOCAL):
-        if find_spec("starlette") is None or find_spec("uvicorn") is None:
-            raise InputError("a judge without a url is served by starlette and uvicorn: pip install 'legato[serve]'")
+        from legato.serve.packages import check_server_packages
+
+        check_server_packages("a judge without a url")
         from legato.serve.in_thread import ThreadServer
         from legato.serve.limits import ServeLimits
         from legato.serve.served import Served
@@ -287,8 +288,9 @@ def runner_of(config: Config, policy: Policy, engine: Engine, date: str | None =
 
 def agent_runner(config: Config, policy: Policy, agent: Any) -> Callable[..., Runner]:
     """Makes the runner of an agent that owns its loop; InputError for what cannot go with one."""
-    if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise InputError("an agent is served by starlette and uvicorn: pip install 'legato[serve]' (task.environment)")
+    from legato.serve.packages import check_server_packages
+
+    check_server_packages("an agent that owns its loop (task.environment)")
     rollouts, reason = config.rollouts, "with an agent that owns its loop (task.environment)"
     if rollouts.ahead:
         raise InputError(f"expected rollouts.ahead = 0 {reason}, got {rollouts.ahead}; drop it")

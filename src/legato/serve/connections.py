@@ -5,10 +5,10 @@ loop gives up the interpreter to the engine's thread.
 """
 
 import asyncio
+from importlib.util import find_spec
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
+TOO_LONG = "Request headers are too long."
 MOST_BYTES = 2**16
 """More bytes than these are sent at once, so that a slow reader stops the writer as before."""
 
@@ -45,13 +45,55 @@ class JoinedWrites:
         return getattr(self._transport, name)
 
 
-class JoiningProtocol(H11Protocol):
-    """uvicorn's protocol over `JoinedWrites`."""
+def _joining(base: Any) -> Any:
+    """A protocol of uvicorn over `JoinedWrites`."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
+    class Joining(base):  # type: ignore[misc]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(JoinedWrites(transport, self.loop))
 
-    def on_response_complete(self) -> None:
-        # Where many answers are written in one round of the loop, the first client begins its next request meanwhile.
-        self.transport.flush()  # type: ignore[attr-defined]
-        super().on_response_complete()
+        def on_response_complete(self) -> None:
+            # Where many answers are written in one round of the loop, the first client begins its next request meanwhile.
+            self.transport.flush()
+            super().on_response_complete()
+
+    return Joining
+
+
+def joining_protocol(header_bytes: int) -> Any:
+    """uvicorn's protocol over `JoinedWrites`: by httptools, whose parser is in C, where that is installed, else by h11.
+
+    `header_bytes`: the most bytes of the headers of a request. uvicorn hands this limit to h11; httptools has none.
+    """
+    if find_spec("httptools") is None:
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
+        return _joining(H11Protocol)
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    class JoiningProtocol(_joining(HttpToolsProtocol)):  # type: ignore[misc]
+        """Refuses headers that are too long, whether they have ended or not."""
+
+        _in_headers = _began = False
+        _unended = 0
+        """Bytes of headers that have not ended, without those that came with the first of them."""
+
+        def data_received(self, data: bytes) -> None:
+            self._began = False
+            super().data_received(data)
+            self._unended = self._unended + len(data) if self._in_headers and not self._began else 0
+            if self._unended > header_bytes and not self.transport.is_closing():
+                self.send_400_response(TOO_LONG)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._in_headers = self._began = True
+
+        def on_headers_complete(self) -> None:
+            self._in_headers = False
+            if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > header_bytes:
+                # The parser stops, and uvicorn answers with 400.
+                raise ValueError(TOO_LONG)
+            super().on_headers_complete()
+
+    return JoiningProtocol

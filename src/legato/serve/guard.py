@@ -15,6 +15,7 @@ from legato.serve.http import error_response
 
 OPEN = ("/health",)
 """Paths that need no key."""
+_CHECKED = (b"host", b"origin", b"authorization")
 
 
 class Guard:
@@ -38,15 +39,16 @@ class Guard:
 
     def _check(self, scope: MutableMapping[str, Any]) -> None:
         """ApiError for a request that must not be answered. Notes in the scope whether it has the key."""
-        headers: dict[str, list[str]] = {}
+        headers: dict[bytes, list[str]] = {name: [] for name in _CHECKED}
         for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-        host = headers.get("host", [""])
+            if (lower := name.lower()) in headers:
+                headers[lower].append(value.decode("latin-1"))
+        host = headers[b"host"] or [""]
         if len(host) != 1 or (self.hosts is not None and host[0].lower() not in self.hosts):
             raise ApiError(403, "this address is not this machine's own: use 127.0.0.1 or localhost with the port printed")
-        if any(origin != f"http://{host[0]}" for origin in headers.get("origin", ())):
+        if any(origin != f"http://{host[0]}" for origin in headers[b"origin"]):
             raise ApiError(403, "asked by a page of another origin")
-        authorization = headers.get("authorization", [])
+        authorization = headers[b"authorization"]
         scheme, _, key = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
         has_key = scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self.key.encode())
         scope["legato.key"] = has_key

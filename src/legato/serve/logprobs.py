@@ -4,12 +4,13 @@ All log-probs of sampled tokens are of softmax(z / temperature), before top-p, t
 request (at 1 if it is 0): the distribution that training needs. Log-probs of prompt tokens are at temperature 1.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+import orjson
 
 from legato.rollouts.scoring import TextScores
 
@@ -173,8 +174,8 @@ def generate_own_logprobs(tokens: Sequence[int], logprobs: Sequence[float]) -> F
 def _write_numbers(logprobs: Sequence[float]) -> list[str]:
     """Each log-prob as JSON writes it."""
     if math.isfinite(sum(logprobs)) and min(logprobs, default=0.0) >= LOWEST:
-        # One call for all of them takes two thirds of the time.
-        return json.dumps(logprobs, separators=(",", ":"))[1:-1].split(",") if logprobs else []
+        # One call for all of them takes a fraction of the time.
+        return orjson.dumps(logprobs).decode()[1:-1].split(",") if logprobs else []
     return ["null" if math.isnan(value) else repr(max(value, LOWEST)) for value in logprobs]
 
 

@@ -55,16 +55,17 @@ def uvicorn_config(app: Any) -> Any:
     """The settings of uvicorn: bounded headers and connections, no log of requests."""
     import uvicorn
 
-    from legato.serve.connections import JoiningProtocol
+    from legato.serve.connections import joining_protocol
 
     connections = max(64, raise_file_limit() - FILES_KEPT)
     return uvicorn.Config(
         app,
-        http=JoiningProtocol,
+        http=joining_protocol(HEADER_BYTES),
         ws="none",
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=5,
