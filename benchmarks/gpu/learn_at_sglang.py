@@ -76,8 +76,8 @@ def main() -> None:
         return legato.train(reward=count_digits, progress=False, **{**OPTIONS, **own, **where, **more})
 
     try:
-        local = train("local", {})
         there = train("there", servers)
+        local = train("local", {})
         records = [each for each in RunDirectory.open(there.directory).metrics() if each["kind"] == "step"]
         rows = {
             f"accuracy after {options.steps} steps at {options.engine} / locally, seed {options.seed}": [
