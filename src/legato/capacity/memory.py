@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from legato.capacity.setup import Setup
-from legato.training.memory.fit import most_kept
+from legato.training.memory.fit import cache_budget, most_kept
 from legato.training.memory.model import Demand, Memory
 from legato.training.memory.sharding import KEPT, Sharding
 
@@ -51,8 +51,8 @@ def need_of(setup: Setup) -> Need:
     first = next((each for each in needs if each.fits), needs[-1])
     if setup.shard != "layers" or setup.keep_layers != "auto" or not first.fits:
         return first
-    # As a run decides it (`run/memory.py`): with the gradients of several packs, and all rows that the engine would decode.
-    largest = replace(demand_of(setup, wanted), several_packs=True)
+    # As a run decides it (`run/memory.py`): with the gradients of several packs.
+    largest = replace(demand_of(setup, slots), several_packs=True)
     return need(first.checkpointing, most_kept(largest, setup.hardware.memory, checkpointing=first.checkpointing))
 
 
@@ -62,11 +62,7 @@ def decoded_rows(setup: Setup) -> tuple[int, int]:
         return 0, 0
     rows = max(setup.groups * setup.samples, -(-setup.evaluated // setup.gpus))
     wanted = min(setup.rows_at_once, rows)
-    # The engine leaves free what training may hold at any time, all gradients included.
-    idle = replace(demand_of(setup, 0), several_packs=True).memory(checkpointing=True)
-    held = idle.weights + idle.resident + idle.reference
-    reserved = idle.gradients + idle.masters + idle.moments
-    budget = max(0, int((setup.hardware.memory - held - reserved) * setup.kv_memory_share))
+    budget = cache_budget(demand_of(setup, 0), setup.hardware.memory, setup.kv_memory_share)
     per_token = 2 * setup.model.shape.layers * setup.model.shape.key * setup.size
     room = budget // per_token - setup.response_tokens
     return wanted, max(0, min(wanted, room // cached_tokens_per_row(setup)))
