@@ -46,6 +46,18 @@ def test_a_plan_has_the_demand_of_the_run(options: dict[str, Any]) -> None:
     assert {name: of_plan[name] for name in same} == {name: of_run[name] for name in same}
 
 
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_every_gpu_holds_the_routes_of_all_rows_of_a_step(gpus: int) -> None:
+    options = {"policy.model": "tiny-moe", "training.routing_replay": "R2", "training.prompts_per_step": 8}
+    resolved = load([], (), {**SMALL, **options})
+    config = resolved.config
+    policy = policy_of(resolved, PythonObjects())
+    of_run = run_memory.demand_of(resolved, policy, gpus)
+    of_plan = demand_of(setup_of(resolved, find_model("tiny-moe", config.policy.tiny), setup().hardware, gpus), 0)
+    assert of_plan.routed == of_run.routed > 0 and of_plan.replayed == of_run.replayed
+    assert of_plan.routed == 8 * config.rollouts.samples_per_prompt * config.rollouts.max_response_tokens
+
+
 @pytest.mark.parametrize("gpus", [1, 3, 8])
 @pytest.mark.parametrize("held_out", [2, 200], ids=["step", "evaluation"])
 def test_a_run_decides_with_the_kv_cache_of_the_plan(

@@ -115,14 +115,17 @@ def demand_of(setup: Setup, slots: int, kept: str = KEPT[0]) -> Demand:
 
 
 def _routes(setup: Setup) -> dict[str, Any]:
-    """The demand of recorded routes for a mixture, with every response at its limit. A rank holds those of its rows."""
+    """The demand of recorded routes for a mixture, with every response at its limit.
+
+    Every rank has the tables of all rows of a step; what is computed in an update is that of its own rows.
+    """
     if not setup.model.is_mixture:
         return {}
     responses = setup.samples * setup.response_tokens
     share = setup.share_of_update(setup.prompt_tokens, setup.response_tokens)
     return {
-        "routed": setup.groups * responses,
+        "routed": setup.prompts * responses,
         "routed_per_update": share.responses * setup.response_tokens,
         "engine_routes": setup.engine_routes,
-        "replayed": setup.groups * (responses + setup.prompt_tokens) if setup.routing_replay else 0,
+        "replayed": setup.prompts * (responses + setup.prompt_tokens) if setup.routing_replay else 0,
     }
