@@ -314,6 +314,23 @@ def test_ranks_that_differ_are_refused_naming_what_differs(tmp_path: Path, chang
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("fails", ["RANK", "LOCAL_WORLD_SIZE"], ids=["rank 1", "all ranks"])
+def test_what_a_rank_finds_wrong_before_it_joins_is_told_once(tmp_path: Path, fails: str) -> None:
+    """The others wait for it, or find the same."""
+    site = tmp_path / "site"
+    site.mkdir()
+    value = {"RANK": "1", "LOCAL_WORLD_SIZE": "2"}[fails]
+    (site / "sitecustomize.py").write_text(f"import os\nif os.environ.get({fails!r}) == {value!r}:\n    import change\n")
+    (site / "change.py").write_text("import os\nos.chdir('site')\n")
+    (tmp_path / "there.toml").write_text("[training]\nlr = 1e-3\n")
+    path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "src")])
+    words = ["there.toml", *words_of({**SMALL, "training.steps": 1})]
+    output = finish(start(tmp_path, "train", *words, environment={"PYTHONPATH": path}), 2)
+    assert output.count("there.toml") >= 1 and output.count("legato: ") == 1
+    assert ("legato: rank 1: " in output) is (fails == "RANK")
+
+
+@pytest.mark.ranks
 def test_a_fault_of_one_rank_saves_the_last_step_of_all(tmp_path: Path) -> None:
     (tmp_path / "callback.py").write_text(
         "import os\n\nfrom legato.tasks.procedural import Arithmetic\n\n\nclass Broken(Arithmetic):\n"
