@@ -204,9 +204,10 @@ def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path: Path, number: signal.
 
 
 @pytest.mark.ranks
-def test_a_rank_that_hangs_is_found_with_its_stack(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_hangs_is_found_with_its_stack(tmp_path: Path, late: int) -> None:
     (tmp_path / "hanging.py").write_text(
-        "import os, time\n\n\ndef score(rollout):\n    if os.environ['RANK'] == '1' and rollout.rollout_id > 20:\n"
+        f"import os, time\n\n\ndef score(rollout):\n    if os.environ['RANK'] == '{late}' and rollout.rollout_id > 20:\n"
         "        time.sleep(1000)\n    return float((rollout.tokens < 40).float().mean())\n"
     )
     changes: dict[str, Any] = {
@@ -216,7 +217,7 @@ def test_a_rank_that_hangs_is_found_with_its_stack(tmp_path: Path) -> None:
         "reward__timeout_seconds": False,
     }
     output = train(tmp_path, code=4, **changes)
-    assert "rank 1 hangs" in output and "training.rank_deadline_seconds" in output
+    assert output.count(f"rank {late} hangs") == 1 and "training.rank_deadline_seconds" in output
     assert "hanging.py" in (tmp_path / "runs/run/stacks.txt").read_text()
 
 

@@ -305,5 +305,26 @@ def test_one_rank_reports_a_hang(tmp_path: Path, operations: int, reporters: lis
     assert reports == reporters
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("verdict", "speakers"),
+    [
+        ("rank 0 (process 7 on here) is gone: it was killed, or its machine was", [1]),
+        ("rank 2 (process 9 on here) is gone: it was killed, or its machine was", [0]),
+        ("rank 0 hangs: the others have waited for more than 4 s", [0]),
+        ("ranks 0, 2 hang: the others have waited for more than 4 s", [0]),
+        (watching._STORE_LOST, [0, 1, 2]),
+    ],
+)
+def test_one_rank_shows_why_all_end(verdict: str, speakers: list[int]) -> None:
+    spoke = []
+    for rank in range(3):
+        ended = Ended()
+        Watch(Store(), rank, 3, deadline=10.0, say=ended.said.append, leave=ended.codes.append)._end(verdict)
+        assert ended.codes == [LOST_RANK]
+        spoke += [rank] * len(ended.said)
+    assert spoke == speakers
+
+
 def test_the_stacks_name_this_function() -> None:
     assert "test_the_stacks_name_this_function" in describe_threads()
