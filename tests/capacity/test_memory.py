@@ -60,9 +60,7 @@ def test_every_gpu_holds_the_routes_of_all_rows_of_a_step(gpus: int) -> None:
 
 @pytest.mark.parametrize("gpus", [1, 3, 8])
 @pytest.mark.parametrize("held_out", [2, 200], ids=["step", "evaluation"])
-def test_a_run_decides_with_the_kv_cache_of_the_plan(
-    gpus: int, held_out: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_decides_with_the_kv_cache_of_the_plan(gpus: int, held_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank samples its share of the rows, and the engine decodes no more together than it has room for."""
     options = {"policy.dtype": "float32", "training.prompts_per_step": 16, "task.held_out": held_out}
     resolved = load([], (), {**SMALL, **options})
