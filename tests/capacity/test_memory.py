@@ -5,8 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from legato.capacity.memory import LOGITS_AT_ONCE, decoded_rows, demand_of, need_of
+from legato.capacity.memory import LOGITS_AT_ONCE, cached_tokens_per_row, decoded_rows, demand_of, need_of
 from legato.capacity.model import find_model
 from legato.capacity.setup import setup_of
 from legato.config.load import load
@@ -43,6 +44,45 @@ def test_a_plan_has_the_demand_of_the_run(options: dict[str, Any]) -> None:
         assert of_plan.pop("trained") is None and of_run.pop("trained") == planned.model.shape.adapters(4)
     same = of_run.keys() & of_plan.keys() - DIFFERENT
     assert {name: of_plan[name] for name in same} == {name: of_run[name] for name in same}
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_every_gpu_holds_the_routes_of_all_rows_of_a_step(gpus: int) -> None:
+    options = {"policy.model": "tiny-moe", "training.routing_replay": "R2", "training.prompts_per_step": 8}
+    resolved = load([], (), {**SMALL, **options})
+    config = resolved.config
+    policy = policy_of(resolved, PythonObjects())
+    of_run = run_memory.demand_of(resolved, policy, gpus)
+    of_plan = demand_of(setup_of(resolved, find_model("tiny-moe", config.policy.tiny), setup().hardware, gpus), 0)
+    assert of_plan.routed == of_run.routed > 0 and of_plan.replayed == of_run.replayed
+    assert of_plan.routed == 8 * config.rollouts.samples_per_prompt * config.rollouts.max_response_tokens
+
+
+@pytest.mark.parametrize("gpus", [1, 3, 8])
+@pytest.mark.parametrize("held_out", [2, 200], ids=["step", "evaluation"])
+def test_a_run_decides_with_the_kv_cache_of_the_plan(gpus: int, held_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank samples its share of the rows, and the engine decodes no more together than it has room for."""
+    options = {"policy.dtype": "float32", "training.prompts_per_step": 16, "task.held_out": held_out}
+    resolved = load([], (), {**SMALL, **options})
+    config = resolved.config
+    policy = policy_of(resolved, PythonObjects())
+    monkeypatch.setattr(Policy, "device", torch.device("cuda"))
+    planned = setup_of(resolved, find_model(config.policy.model, config.policy.tiny), setup().hardware, gpus)
+    of_run, row = run_memory.demand_of(resolved, policy, gpus), cached_tokens_per_row(planned)
+    wanted, fitting = decoded_rows(planned)
+    assert wanted == fitting
+    assert (wanted < max(planned.prompts * planned.samples, planned.evaluated)) is (gpus > 1)
+    assert of_run.cached_tokens == demand_of(planned, wanted).cached_tokens
+    assert run_memory._demand_in(planned.hardware.memory, resolved, policy, gpus) == of_run
+    # A GPU on which half of the rows fit.
+    cache = 2 * of_run.shape.layers * of_run.shape.key * of_run.size * (wanted * row // 2 + planned.response_tokens)
+    idle = replace(demand_of(planned, 0), several_packs=True).memory(checkpointing=True)
+    held = idle.weights + idle.gradients + idle.masters + idle.moments
+    small = replace(planned.hardware, memory=held + int(cache / planned.kv_memory_share) + 1)
+    fitting = decoded_rows(replace(planned, hardware=small))[1]
+    assert 0 < fitting < wanted
+    limited = run_memory._demand_in(small.memory, resolved, policy, gpus)
+    assert 0 <= limited.cached_tokens - demand_of(planned, fitting).cached_tokens < row
 
 
 def test_logits_are_cut_as_the_policy_cuts_them_on_a_gpu() -> None:

@@ -204,9 +204,10 @@ def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path: Path, number: signal.
 
 
 @pytest.mark.ranks
-def test_a_rank_that_hangs_is_found_with_its_stack(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_hangs_is_found_with_its_stack(tmp_path: Path, late: int) -> None:
     (tmp_path / "hanging.py").write_text(
-        "import os, time\n\n\ndef score(rollout):\n    if os.environ['RANK'] == '1' and rollout.rollout_id > 20:\n"
+        f"import os, time\n\n\ndef score(rollout):\n    if os.environ['RANK'] == '{late}' and rollout.rollout_id > 20:\n"
         "        time.sleep(1000)\n    return float((rollout.tokens < 40).float().mean())\n"
     )
     changes: dict[str, Any] = {
@@ -216,7 +217,7 @@ def test_a_rank_that_hangs_is_found_with_its_stack(tmp_path: Path) -> None:
         "reward__timeout_seconds": False,
     }
     output = train(tmp_path, code=4, **changes)
-    assert "rank 1 hangs" in output and "training.rank_deadline_seconds" in output
+    assert output.count(f"rank {late} hangs") == 1 and "training.rank_deadline_seconds" in output
     assert "hanging.py" in (tmp_path / "runs/run/stacks.txt").read_text()
 
 
@@ -311,6 +312,23 @@ def test_ranks_that_differ_are_refused_naming_what_differs(tmp_path: Path, chang
     output = finish(process, 2)
     assert words in output and "rank 1" in output
     assert not list((tmp_path / "runs").glob("*")) if (tmp_path / "runs").exists() else True
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("fails", ["RANK", "LOCAL_WORLD_SIZE"], ids=["rank 1", "all ranks"])
+def test_what_a_rank_finds_wrong_before_it_joins_is_told_once(tmp_path: Path, fails: str) -> None:
+    """The others wait for it, or find the same."""
+    site = tmp_path / "site"
+    site.mkdir()
+    value = {"RANK": "1", "LOCAL_WORLD_SIZE": "2"}[fails]
+    (site / "sitecustomize.py").write_text(f"import os\nif os.environ.get({fails!r}) == {value!r}:\n    import change\n")
+    (site / "change.py").write_text("import os\nos.chdir('site')\n")
+    (tmp_path / "there.toml").write_text("[training]\nlr = 1e-3\n")
+    path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "src")])
+    words = ["there.toml", *words_of({**SMALL, "training.steps": 1})]
+    output = finish(start(tmp_path, "train", *words, environment={"PYTHONPATH": path}), 2)
+    assert output.count("there.toml") >= 1 and output.count("legato: ") == 1
+    assert ("legato: rank 1: " in output) is (fails == "RANK")
 
 
 @pytest.mark.ranks

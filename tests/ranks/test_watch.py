@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from legato.errors import LOST_RANK
+from legato.errors import LOST_RANK, LostRankError
 from legato.training.ranks import watch as watching
 from legato.training.ranks.layers import _Followed, _in_pass
+from legato.training.ranks.process_group import ProcessGroup
 from legato.training.ranks.watch import Watch, describe_threads, find_late_ranks
 from tests.training.test_pieces import Ranks
 
@@ -244,6 +245,45 @@ def test_a_rank_waits_in_the_exchanges_of_a_pass_and_not_while_it_computes(on_ho
     assert ranks.noted == noted
 
 
+class Interrupted:
+    """An observer that a signal interrupts while it asks who is gone."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def begin(self, operation: str) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def explain_loss(self) -> str | None:
+        self.asked += 1
+        if self.asked == 1:
+            raise KeyboardInterrupt
+        return "rank 0 (process 7 on here) is gone: it was killed, or its machine was"
+
+    def end_all(self, reason: str) -> None:
+        pass
+
+
+def test_a_signal_of_torchrun_does_not_hide_which_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends what is left of a run that lost a rank; before the first step SIGTERM raises KeyboardInterrupt."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", fail)
+    world = ProcessGroup(observer=Interrupted())
+    with pytest.raises(LostRankError, match=r"^rank 0 \(process 7 on here\) is gone"):
+        world.agree(0)
+    # Rank 1 tells of rank 0: it must know which rank is gone whatever it was doing last.
+    with pytest.raises(LostRankError, match=r"^rank 0 \(process 7 on here\) is gone"):
+        world.agree(0)
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(("operations", "reporters", "words"), [(6, [1], "rank 0 hangs"), (5, [0], "all ranks hang")])
 def test_one_rank_reports_a_hang(tmp_path: Path, operations: int, reporters: list[int], words: str) -> None:
@@ -263,6 +303,27 @@ def test_one_rank_reports_a_hang(tmp_path: Path, operations: int, reporters: lis
             assert (folder / "stacks.txt").is_file()
             reports.append(rank)
     assert reports == reporters
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("verdict", "speakers"),
+    [
+        ("rank 0 (process 7 on here) is gone: it was killed, or its machine was", [1]),
+        ("rank 2 (process 9 on here) is gone: it was killed, or its machine was", [0]),
+        ("rank 0 hangs: the others have waited for more than 4 s", [0]),
+        ("ranks 0, 2 hang: the others have waited for more than 4 s", [0]),
+        (watching._STORE_LOST, [0, 1, 2]),
+    ],
+)
+def test_one_rank_shows_why_all_end(verdict: str, speakers: list[int]) -> None:
+    spoke = []
+    for rank in range(3):
+        ended = Ended()
+        Watch(Store(), rank, 3, deadline=10.0, say=ended.said.append, leave=ended.codes.append)._end(verdict)
+        assert ended.codes == [LOST_RANK]
+        spoke += [rank] * len(ended.said)
+    assert spoke == speakers
 
 
 def test_the_stacks_name_this_function() -> None:

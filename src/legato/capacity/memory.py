@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from legato.capacity.setup import Setup
-from legato.training.memory.fit import most_kept
+from legato.training.memory.fit import cache_budget, most_kept
 from legato.training.memory.model import Demand, Memory
 from legato.training.memory.sharding import KEPT, Sharding
 
@@ -51,8 +51,8 @@ def need_of(setup: Setup) -> Need:
     first = next((each for each in needs if each.fits), needs[-1])
     if setup.shard != "layers" or setup.keep_layers != "auto" or not first.fits:
         return first
-    # As a run decides it (`run/memory.py`): with the gradients of several packs, and all rows that the engine would decode.
-    largest = replace(demand_of(setup, wanted), several_packs=True)
+    # As a run decides it (`run/memory.py`): with the gradients of several packs.
+    largest = replace(demand_of(setup, slots), several_packs=True)
     return need(first.checkpointing, most_kept(largest, setup.hardware.memory, checkpointing=first.checkpointing))
 
 
@@ -62,11 +62,7 @@ def decoded_rows(setup: Setup) -> tuple[int, int]:
         return 0, 0
     rows = max(setup.groups * setup.samples, -(-setup.evaluated // setup.gpus))
     wanted = min(setup.rows_at_once, rows)
-    # The engine leaves free what training may hold at any time, all gradients included.
-    idle = replace(demand_of(setup, 0), several_packs=True).memory(checkpointing=True)
-    held = idle.weights + idle.resident + idle.reference
-    reserved = idle.gradients + idle.masters + idle.moments
-    budget = max(0, int((setup.hardware.memory - held - reserved) * setup.kv_memory_share))
+    budget = cache_budget(demand_of(setup, 0), setup.hardware.memory, setup.kv_memory_share)
     per_token = 2 * setup.model.shape.layers * setup.model.shape.key * setup.size
     room = budget // per_token - setup.response_tokens
     return wanted, max(0, min(wanted, room // cached_tokens_per_row(setup)))
@@ -119,14 +115,17 @@ def demand_of(setup: Setup, slots: int, kept: str = KEPT[0]) -> Demand:
 
 
 def _routes(setup: Setup) -> dict[str, Any]:
-    """The demand of recorded routes for a mixture, with every response at its limit. A rank holds those of its rows."""
+    """The demand of recorded routes for a mixture, with every response at its limit.
+
+    Every rank has the tables of all rows of a step; what is computed in an update is that of its own rows.
+    """
     if not setup.model.is_mixture:
         return {}
     responses = setup.samples * setup.response_tokens
     share = setup.share_of_update(setup.prompt_tokens, setup.response_tokens)
     return {
-        "routed": setup.groups * responses,
+        "routed": setup.prompts * responses,
         "routed_per_update": share.responses * setup.response_tokens,
         "engine_routes": setup.engine_routes,
-        "replayed": setup.groups * (responses + setup.prompt_tokens) if setup.routing_replay else 0,
+        "replayed": setup.prompts * (responses + setup.prompt_tokens) if setup.routing_replay else 0,
     }

@@ -683,7 +683,7 @@ def _run() -> None:
         sys.exit(_exit_code(ending.code))
     except InputError as error:
         if _is_shown_here(error):
-            _print_error(str(error), error)
+            _print_error(f"{_name_of_rank()}{error}", error)
         sys.exit(2)
     except OtherRankError as error:
         if _rank() == 0:
@@ -712,7 +712,7 @@ def _run() -> None:
             sys.exit(2)
         path = _crash_report()
         if _is_shown_here(error):
-            _print_error(f"a fault of ours, {type(error).__name__}: {error}; please send us {path}", error)
+            _print_error(f"{_name_of_rank()}a fault of ours, {type(error).__name__}: {error}; please send us {path}", error)
         else:
             # Rank 0 shows the error; the report lies where this rank ran.
             _print_error(f"a fault of ours on rank {_rank()}; please send us {path}")
@@ -725,11 +725,25 @@ def _rank() -> int:
     return int(text) if text.isdigit() else 0
 
 
+def _name_of_rank() -> str:
+    """The beginning of a message that another rank than the first shows itself."""
+    return f"rank {_rank()}: " if _rank() else ""
+
+
+_PRECEDENCE_SECONDS = 2.0
+"""How long ranks let the first one of their machine show an error that came before they had joined."""
+
+
 def _is_shown_here(error: Exception) -> bool:
     """Whether this process prints an error: rank 0 what the ranks told each other, before that one rank a machine."""
     if hasattr(error, "told_to_rank_0"):
         return not error.told_to_rank_0
-    return _rank() == 0 or os.environ.get("LOCAL_RANK", "0") == "0"
+    local = os.environ.get("LOCAL_RANK", "0")
+    if _rank() and local.isdigit():
+        # The first rank of this machine mostly meets the same error and shows it; torchrun then ends this process. If this
+        # process goes on, it is the only one that knows. Later ranks wait longer, so that one of them speaks.
+        time.sleep(_PRECEDENCE_SECONDS * min(int(local), 1) + 0.3 * int(local))
+    return True
 
 
 def _exit_code(code: Any) -> Any:

@@ -45,7 +45,7 @@ def check(before: Resolved, after: Resolved, allowed: bool) -> list[str]:
                 f"{change} changes the training; add --allow-changes (in Python allow_changes=True) if that is what you want"
             )
         else:
-            sentences.append(f"changed: {change}")
+            sentences.append(f"changed: {change.removesuffix(',')}")
     if faults:
         raise InputError("\n".join(faults))
     return sentences

@@ -10,7 +10,7 @@ from legato.policy.policy import Policy
 from legato.rollouts.registry import is_remote
 from legato.run import wire
 from legato.training.memory.available import available
-from legato.training.memory.fit import Fit, fit, most_kept, refuse_if_too_large
+from legato.training.memory.fit import Fit, fit, limit_cache, most_kept, refuse_if_too_large
 from legato.training.memory.model import Demand, gigabytes
 from legato.training.memory.shape import Shape
 from legato.training.memory.sharding import KEPT, Sharding, describe_kept
@@ -34,7 +34,11 @@ def demand_of(resolved: Resolved, policy: Policy, ranks: int = 1) -> Demand:
     half, lora = device == "cuda" and size == 2, config.policy.lora
     trained = sum(weight.numel() for weight in policy.parameters().values())
     every = sum(weight.numel() for weight in policy.model.parameters())
-    rows = max(training.prompts_per_step * each, config.task.held_out * config.evaluation.samples_per_problem)
+    # Each rank samples its share of the groups and of an evaluation.
+    rows = max(
+        -(-training.prompts_per_step // ranks) * each,
+        -(-config.task.held_out // ranks) * config.evaluation.samples_per_problem,
+    )
     slots = min(rollouts.rows_at_once, rows)
     held, remote = rollouts.mismatch.copies, is_remote(rollouts.engine)
     copies = every * min(held, 1) + trained * max(held - 1, 0)
@@ -69,6 +73,15 @@ def demand_of(resolved: Resolved, policy: Policy, ranks: int = 1) -> Demand:
     )
 
 
+def _demand_in(room: int | None, resolved: Resolved, policy: Policy, ranks: int) -> Demand:
+    """The memory demand of a run that has so much room: the engine decodes fewer rows together where more do not fit."""
+    demand, config = demand_of(resolved, policy, ranks), resolved.config
+    if room is None or not demand.cached_tokens:
+        return demand
+    row = -(-config.policy.max_prompt_tokens // 64) * 64 + 2 * config.rollouts.max_response_tokens
+    return limit_cache(demand, room, config.rollouts.kv_memory_share, row)
+
+
 def _routes(resolved: Resolved, policy: Policy) -> dict[str, Any]:
     """The demand of recorded routes for a mixture of experts, with every response at its length limit."""
     if policy.routers is None:
@@ -94,7 +107,7 @@ def decide_checkpointing(resolved: Resolved, policy: Policy, world: World | None
     auto = resolved.config.policy.gradient_checkpointing == "auto"
     room = _room(policy, world or OneProcess())
     try:
-        demand = demand_of(resolved, policy, (world or OneProcess()).size)
+        demand = _demand_in(room, resolved, policy, (world or OneProcess()).size)
     except InputError as error:
         if auto:
             policy.notes.append(f"gradient checkpointing is off: {error}")
@@ -136,7 +149,7 @@ def _most_kept(resolved: Resolved, policy: Policy, world: World) -> str:
     """The most of `KEPT` that fits on this rank; the least where that cannot be told."""
     room = _room(policy, world)
     try:
-        demand = demand_of(resolved, policy, world.size)
+        demand = _demand_in(room, resolved, policy, world.size)
     except InputError:
         return KEPT[0]
     recomputes = bool(policy.model.training)  # only then (`recompute_layers`)

@@ -92,7 +92,8 @@ def observe(world: World, config: Config, directory: RunDirectory) -> None:
     watch = world.observer if isinstance(world, ProcessGroup) else None
     if isinstance(watch, Watch):
         watch.deadline = config.training.rank_deadline_seconds
-        watch.folder = directory.path if directory.writes else None
+        # Of every rank: where rank 0 hangs, another one writes the stacks.
+        watch.folder = directory.path
 
 
 def explain_losses(world: World) -> AbstractContextManager[None]:

@@ -53,6 +53,23 @@ def most_kept(demand: Demand, available: int, *, checkpointing: bool) -> str:
     return KEPT[0]
 
 
+def cache_budget(demand: Demand, available: int, share: float) -> int:
+    """Bytes that the KV cache of a local engine takes at most: a share of what training leaves free at any time."""
+    # Between steps layers are divided again, whatever is kept during updates.
+    divided = replace(demand.sharding, kept=KEPT[0])
+    idle = replace(demand, cached_tokens=0, several_packs=True, sharding=divided).memory(checkpointing=True)
+    held = idle.weights + idle.resident + idle.reference
+    reserved = idle.gradients + idle.masters + idle.moments
+    return max(0, int((available - held - reserved) * share))
+
+
+def limit_cache(demand: Demand, available: int, share: float, row: int) -> Demand:
+    """The demand with no more cached tokens than the engine makes room for; it makes room for one row of `row` tokens."""
+    per_token = 2 * demand.shape.layers * demand.shape.key * demand.size
+    most = max(row, cache_budget(demand, available, share) // per_token)
+    return replace(demand, cached_tokens=min(demand.cached_tokens, most))
+
+
 def refuse_if_too_large(demand: Demand, room: int, longest: int, model: str, *, on_gpu: bool) -> None:
     """InputError if not even the smallest run fits: packs of one text, gradient checkpointing, no slack.
 

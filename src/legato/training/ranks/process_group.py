@@ -58,6 +58,8 @@ class ProcessGroup:
         self.observer = observer
         self.is_lost = False
         """Whether a rank has stopped answering: from then on nothing can be exchanged."""
+        self._loss: str | None = None
+        """Which rank that was, in words."""
         self._told: BaseException | None = None
 
     def sum_metrics(self, sums: Sums) -> Sums:
@@ -177,7 +179,7 @@ class ProcessGroup:
     def _explain_errors(self, operation: str = "") -> Iterator[None]:
         """Raise errors of the connection as LostRankError, and let the observer know that this rank waits."""
         if self.is_lost:
-            raise LostRankError("another rank was lost before")
+            raise LostRankError(self._loss or "another rank was lost before")
         if self.observer is not None:
             self.observer.begin(operation)
         try:
@@ -193,8 +195,15 @@ class ProcessGroup:
     def _explain_loss(self, error: Exception) -> LostRankError:
         """The error to raise where the connection to another rank has broken."""
         self.is_lost = True
-        who = None if self.observer is None else self.observer.explain_loss()
-        return LostRankError(who or f"another rank does not answer: {' '.join(str(error).split())[:200]}")
+        if self._loss is None:
+            try:
+                who = None if self.observer is None else self.observer.explain_loss()
+            except KeyboardInterrupt:
+                # torchrun sends SIGTERM to what is left of such a run, which before the first step raises this. The run ends
+                # by its loss all the same, and must say of which rank.
+                who = None if self.observer is None else self.observer.explain_loss()
+            self._loss = who or f"another rank does not answer: {' '.join(str(error).split())[:200]}"
+        return LostRankError(self._loss)
 
     def _gather(self, value: Any) -> list[Any]:
         data = json.dumps(value).encode()

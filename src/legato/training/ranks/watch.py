@@ -27,6 +27,7 @@ _SILENT_SECONDS = 15.0
 _GRACE_SECONDS = 5.0
 """How long the main thread of a rank has to end by itself after a loss, before the process is ended."""
 _STACK_SECONDS = 3.0
+_STORE_LOST = "the store of the ranks does not answer: torchrun or rank 0 is gone"
 
 
 @runtime_checkable
@@ -137,7 +138,7 @@ class Watch:
                 # The store lives in torchrun, or in rank 0 where there is no torchrun.
                 failures += 1
                 if failures >= 5 and not self._closed.is_set():
-                    self._end("the store of the ranks does not answer: torchrun or rank 0 is gone")
+                    self._end(_STORE_LOST)
 
     def _beat(self) -> None:
         self._beats += 1
@@ -243,9 +244,16 @@ class Watch:
         self._verdict = verdict
         if self._keep_beating(_GRACE_SECONDS):
             return
-        if self.rank == 0 or " rank 0 " in f" {verdict} ":
+        if self._speaks(verdict):
             self._say(f"{verdict}; all ranks end")
         self._leave(LOST_RANK)
+
+    def _speaks(self, verdict: str) -> bool:
+        """Whether this rank shows the verdict: rank 0, rank 1 if that one is gone, all if it cannot be told who is left."""
+        if verdict == _STORE_LOST:
+            return True
+        # A rank that hangs still shows it: the watch has a thread of its own.
+        return self.rank == (1 if verdict.startswith("rank 0 (") else 0)
 
 
 def find_late_ranks(beats: Sequence[Mapping[str, Any]], deadline: float) -> list[int]:
