@@ -394,6 +394,10 @@ class Fleet(JobEngine):
 
     def _load_all(self, servers: Sequence[Server]) -> list[Loaded]:
         """Load the current weights into servers, all at once; what became of each, on all ranks."""
+        for server in servers:
+            if not server.reloads:
+                # It is restarted, which ends its requests: they are no failures of it.
+                self._take_requests_back(server)
         results = self._at_all(servers, self._load) if self.world.rank == 0 else []
         for result in results:
             if not isinstance(result, ProbeReply | ServerError | InputError):
@@ -452,7 +456,6 @@ class Fleet(JobEngine):
         for server, problem in own:
             self._say(f"{server.client.url}: {problem}. It is restarted at every publish from now on")
             server.reloads = False
-            server.life += 1
             server.counts.restarts += 1
         for (server, problem), result in zip(own, self._load_all([server for server, _ in own]), strict=True):
             if not isinstance(result, ProbeReply):
@@ -741,11 +744,20 @@ class Fleet(JobEngine):
     def _drop(self, server: Server, why: str) -> None:
         """Send no more to a server; what it has in flight goes to others."""
         server.state, server.problem, server.version, server.scores = State.DOWN, why, None, None
-        server.life += 1
         server.counts.drops += 1
-        server.strikes = server.checks = 0
-        server.busy_until = -math.inf
+        server.checks = 0
         server.next_check = self.transport.now() + FIRST_CHECK
+        self._take_requests_back(server)
+        # It may not have noticed, and would get others beside them when it is back.
+        server.client.drop_connections()
+        left = self._answering()
+        self._say(f"{server.client.url} is dropped ({shorten(why, 400)}); {left} of {len(self.servers)} servers answer")
+
+    def _take_requests_back(self, server: Server) -> None:
+        """Let what a server has in flight be sent anew: it is dropped or restarted. Its failures so far are forgotten."""
+        server.life += 1
+        server.strikes = 0
+        server.busy_until = -math.inf
         self._spread.forget(server.number)
         self._pending.extend(server.queue)
         server.queue.clear()
@@ -754,10 +766,6 @@ class Fleet(JobEngine):
             if self._is_wanted(attempt.ticket):
                 self._pending.append(attempt.ticket)
         server.running.clear()
-        # It may not have noticed, and would get others beside them when it is back.
-        server.client.drop_connections()
-        left = self._answering()
-        self._say(f"{server.client.url} is dropped ({shorten(why, 400)}); {left} of {len(self.servers)} servers answer")
 
     def _watch(self, now: float) -> None:
         """Look after servers that are down, and pause or end the run if too few are up."""
