@@ -19,7 +19,7 @@ HEADER_BYTES = 2**16
 FILES_KEPT = 256
 """Files that are left for everything but connections. More connections are answered with 503."""
 END_SECONDS, CANCEL_SECONDS = 4.0, 5
-"""Seconds after a signal to end: requests in flight get an error; those that are left, as of prompts being scored, are cut."""
+"""Seconds after a signal to end: requests in flight get an error; those that are left then (prompts are scored) are cut."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that none sends a request while the server closes one."""
 COLLECT_EVERY = 20_000

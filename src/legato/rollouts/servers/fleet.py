@@ -193,7 +193,8 @@ class Fleet(JobEngine):
             problems = "; ".join(f"{s.client.url}: {s.problem}" for s in self.servers if s.state is not State.UP)
             raise InputError(
                 f"expected at least {self.settings.quorum} of {len(self.servers)} servers to answer"
-                f" (rollouts.servers.quorum), got {len(answering)}; {shorten(problems, 1500)}"
+                f" (rollouts.servers.quorum), got {len(answering)}: {shorten(problems, 1500)}; correct"
+                f" rollouts.servers.urls, or start the servers with {self.dialect.option}"
             )
 
     def _accept(self, server: Server, facts: ServerFacts) -> None:
@@ -295,8 +296,11 @@ class Fleet(JobEngine):
                 server.started.start(model)
             for server, result in zip(self.servers, self._at_all(self.servers, self._await_start), strict=True):
                 if isinstance(result, ServerError):
+                    remedy = "read its log"
+                    if "No module named" in str(result) and self.settings.python is None:
+                        remedy = f"name the Python that has {self.dialect.name} in rollouts.servers.python"
                     raise InputError(
-                        f"expected a {self.dialect.name} server to start, got {result} (rollouts.servers.start)"
+                        f"expected a {self.dialect.name} server to start, got {result} (rollouts.servers.start); {remedy}"
                     )
                 if isinstance(result, Exception):
                     raise result
