@@ -35,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from legato.core.open_files import raise_file_limit
@@ -386,15 +387,23 @@ class Fleet(JobEngine):
             self._publish_seconds += self.transport.now() - began
 
     def _servers_to_load(self) -> list[Server]:
-        """The servers that get new weights: those that rank 0 reaches."""
+        """The servers that get new weights: those that rank 0 reaches. All ranks know of them what rank 0 knows."""
         answering = [server.number for server in self.servers if server.state in (State.UP, State.SUSPECT)]
-        numbers = on_first_rank(self.world, lambda: answering)
+        told = on_first_rank(self.world, lambda: [self._describe_loads(self.servers[number]) for number in answering])
+        numbers = [number for number, _, _ in told]
         for server in self.servers:
             if server.number in numbers and server.state is State.DOWN:
                 server.state, server.checks, server.problem = State.UP, 0, ""
             elif server.number in answering and server.number not in numbers:
                 self._drop(server, "rank 0 does not reach it")
+        for number, reloads, scores in told:
+            server = self.servers[number]
+            server.reloads, server.scores = reloads, None if scores is None else torch.tensor(scores)
         return [self.servers[number] for number in numbers]
+
+    @staticmethod
+    def _describe_loads(server: Server) -> list[Any]:
+        return [server.number, server.reloads, None if server.scores is None else server.scores.tolist()]
 
     def _load_all(self, servers: Sequence[Server]) -> list[Loaded]:
         """Load the current weights into servers, all at once; what became of each, on all ranks."""
@@ -446,16 +455,21 @@ class Fleet(JobEngine):
     def _judge_all(self, servers: Sequence[Server], results: Sequence[Loaded]) -> None:
         """Take over servers that have the weights, drop those that failed, restart those that kept old weights."""
         again: list[tuple[Server, str]] = []
+        problems: list[str | None] = []
         for server, result in zip(servers, results, strict=True):
+            problems.append(self._judge(server, result, server.scores) if isinstance(result, ProbeReply) else None)
+        problems = on_first_rank(self.world, lambda: problems)  # ranks that disagreed would wait for each other
+        for server, result, problem in zip(servers, results, problems, strict=True):
             if not isinstance(result, ProbeReply):
                 self._drop_after_load(server, result)
-            elif (problem := self._judge(server, result, server.scores)) is not None:
+            elif problem is not None:
                 again.append((server, problem))
         own = [(server, problem) for server, problem in again if server.is_own and server.reloads]
         for server, problem in again:
             if (server, problem) not in own:
                 self._fail(self._not_taken(server, problem))
-        if not own or self._failure is not None:
+        # A rank may have failed alone, in a request of its own.
+        if not own or self.world.agree(int(self._failure is not None)):
             return
         for server, problem in own:
             self._say(f"{server.client.url}: {problem}. It is restarted at every publish from now on")
