@@ -21,6 +21,7 @@ from legato.rollouts.sampling import Sampling
 from legato.rollouts.servers import fleet as fleets
 from legato.rollouts.servers.dialects.own import Own
 from legato.rollouts.servers.fleet import Fleet
+from legato.rollouts.servers.http import HttpClient
 from legato.rollouts.servers.settings import ServerSettings
 from tests.fleet.serving import servers
 from tests.serve.faults import FaultPlan
@@ -54,6 +55,9 @@ class ThreadRank(OneProcess):
 
     def gather(self, value: Any) -> Sequence[Any]:
         return self._exchange(json.loads(json.dumps(value)))
+
+    def agree(self, choice: int) -> int:
+        return max(self._exchange(choice))
 
     def gather_tensors(self, value: Any, tensors: Sequence[Tensor]) -> Sequence[tuple[Any, Sequence[Tensor]]]:
         return self._exchange((json.loads(json.dumps(value)), [tensor.clone() for tensor in tensors]))
@@ -144,6 +148,49 @@ def test_weights_that_a_server_does_not_take_end_all_ranks(tmp_path: Path) -> No
         for rank in range(RANKS):
             with pytest.raises(InputError, match="the server did not take the weights"):
                 ranks.sample(rank, range(2))
+
+
+class Reloading:
+    """A process of the run that takes the weights with which it is started."""
+
+    alive, starts = True, 0
+
+    def __init__(self, client: HttpClient) -> None:
+        self.client = client
+
+    def start(self, folder: Path) -> None:
+        self.starts += 1
+        Own().load(self.client, folder, "started", adapters=False, seconds=20.0)
+
+    def wait_until_ready(self, *_: Any) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("known_to", ["nobody", "rank 0"])
+def test_ranks_agree_on_a_server_that_keeps_old_weights(tmp_path: Path, known_to: str) -> None:
+    """Though one has failed in a request of its own, or another has found out when it brought the server back."""
+    with ranks_at_servers(tmp_path) as ranks:
+        process = Reloading(ranks.fleets[0].servers[1].client)
+        ranks.fleets[0].servers[1].started = process  # type: ignore[assignment]
+        for fleet in ranks.fleets:
+            fleet.servers[1].is_own = True
+        ranks.publish(0)
+        ranks.move()
+        ranks.plans[1].add("stale")
+        if known_to == "nobody":
+            ranks.fleets[1]._fail(InputError("a request of this rank was refused"))
+        else:
+            ranks.fleets[0].servers[1].reloads = False
+        ranks.publish(1)
+        if known_to == "nobody":
+            assert process.starts == 0, "the run ends"
+            with pytest.raises(InputError, match="a request of this rank was refused"):
+                ranks.sample(1, range(2))
+        else:
+            assert process.starts == 1 and [fleet.servers[1].reloads for fleet in ranks.fleets] == [False, False]
 
 
 @pytest.mark.slow

@@ -526,6 +526,40 @@ def test_a_server_of_the_run_that_hangs_is_started_again() -> None:
     assert fleet.servers[0].state is State.UP and process.starts == 1
 
 
+def test_requests_at_a_server_that_is_restarted_for_new_weights_are_no_failures_of_it() -> None:
+    """It keeps old weights, so every publish restarts it and ends what it samples ahead: eight requests each time."""
+    world, said = World(1, 1, faults=0.0), list[str]()
+    fleet = make_fleet(world, said)
+    fleet.rows_at_once = 8
+    server, fake = fleet.servers[0], next(iter(world.fakes.values()))
+    ended = UnreachableError("the connection was closed by this process")
+
+    class Process:
+        alive, starts = True, 0
+
+        def start(self, folder: Path) -> None:
+            self.starts += 1
+            fake.weights = version_in(folder)
+            world.events = [
+                (when, number, key, ended if isinstance(key, Attempt) else result)
+                for when, number, key, result in world.events
+            ]
+
+        def wait_until_ready(self, *_: Any) -> None:
+            pass
+
+    process = Process()
+    server.started, server.is_own, server.reloads = process, True, False  # type: ignore[assignment]
+    request = Request(prompt=torch.tensor([1, 2]), seeds=tuple(range(8)))
+    for version in range(1, 4):
+        fleet.submit([request], Sampling(), LIMITS)
+        fleet.publish((), version)
+        assert len(fleet.poll()) == 1
+    assert process.starts == 3 and server.state is State.UP and said == []
+    measured = fleet.metrics()
+    assert measured["servers/drops"] == 0 and measured["servers/duplicates"] == 0
+
+
 def test_a_server_that_is_started_again_while_the_run_ends_does_not_outlive_it() -> None:
     """Its process would keep a GPU for as long as this process lives."""
     fleet = make_fleet(World(1, 1, faults=0.0), [])

@@ -98,6 +98,20 @@ def test_a_server_that_does_not_start_is_one_error_with_its_log(tmp_path: Path) 
     fleet.close()
 
 
+def test_a_server_whose_software_is_not_installed_says_where_to_name_it(tmp_path: Path) -> None:
+    fleet = Fleet(policy_of(), Absent(), ServerSettings(start=1), rows_at_once=8, context_tokens=64)
+    with pytest.raises(InputError, match=r"'absent.*; name the Python that has absent in rollouts\.servers\.python"):
+        fleet.open(EnginePlace(folder=tmp_path))
+    fleet.close()
+
+
+class Absent(Own):
+    name = "absent"
+
+    def command(self, plan: StartPlan) -> tuple[list[str], dict[str, str]]:
+        return [plan.python, "-m", "absent.server"], {}
+
+
 @pytest.mark.parametrize(
     ("visible", "ranks", "servers", "expected"),
     [

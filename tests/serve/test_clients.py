@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.sampling import Sampling
+from legato.serve.server import listen, serve_until_interrupted
 from tests.serve.running import KEY, RunningServer, chat_policy, make_served, plain_engine, running
 
 GENERATE = "/inference/v1/generate"
@@ -160,3 +162,39 @@ def test_an_engine_that_fails_answers_500_and_goes_on() -> None:
         engine.broken = False
         server.post("/v1/completions", {"prompt": "12"})
         assert server.ask("GET", "/health").status == 200
+
+
+def test_a_server_that_is_ended_answers_the_requests_in_flight(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also during a pause, with errors of OpenAI's shape and no report of a cancelled handler."""
+    import uvicorn
+
+    served, ready, servers = make_served(chat_policy()), threading.Event(), list[Any]()
+
+    class NotedServer(uvicorn.Server):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            servers.append(self)
+
+    monkeypatch.setattr(uvicorn, "Server", NotedServer)
+    monkeypatch.setattr("legato.serve.server.END_SECONDS", 0.5)
+    listening = listen("127.0.0.1", 0)
+    client = RunningServer(served, port=listening.getsockname()[1])
+    serving = threading.Thread(
+        target=lambda: serve_until_interrupted(served, listening, "127.0.0.1", key=KEY, on_ready=ready.set), daemon=True
+    )
+    serving.start()
+    assert ready.wait(30)
+    body = {"prompt": "1+1=", "max_tokens": 200, "ignore_eos": True}
+    with ThreadPoolExecutor(4) as pool:
+        client.post("/pause?mode=keep")
+        plain = [pool.submit(client.ask, "POST", "/v1/completions", body) for _ in range(2)]
+        stream = pool.submit(client.events, "/v1/completions", {**body, "stream": True})
+        wait_until(lambda: served.admission.taken == served.thread.waiting == 3)
+        servers[0].should_exit = True
+        for each in plain:
+            assert each.result().status == 500 and each.result().error()["message"] == "the server is shutting down"
+        assert stream.result()[-1]["error"]["message"] == "the server is shutting down"
+    serving.join(30)
+    assert not serving.is_alive() and "Traceback" not in capfd.readouterr().err

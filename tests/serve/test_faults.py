@@ -166,7 +166,7 @@ def test_a_busy_server_is_asked_again_when_it_says(faulty: RunningServer, plan: 
     assert plan.faults == []
     plan.add("status", status=429, headers={"retry-after": "0.1"}, times=1000)
     try:
-        with pytest.raises(InputError, match="gave no response: a fault of the plan"):
+        with pytest.raises(InputError, match=r"expected a response of the server \S+, got a fault of the plan"):
             engine_for(faulty, threads=1, seconds=0.2).generate(requests(1, each=1), SAMPLING, LIMITS)
     finally:
         plan.faults.clear()
@@ -176,7 +176,7 @@ def test_a_busy_server_that_asks_for_no_wait_is_not_asked_in_a_loop(faulty: Runn
     plan.add("status", status=429, headers={"retry-after": "0"}, times=10**6)
     engine = engine_for(faulty, threads=1, seconds=3.0)
     try:
-        with pytest.raises(InputError, match="gave no response: a fault of the plan"):
+        with pytest.raises(InputError, match=r"expected a response of the server \S+, got a fault of the plan"):
             engine.generate(requests(1, each=1), SAMPLING, LIMITS)
     finally:
         plan.faults.clear()
@@ -204,7 +204,7 @@ def test_a_server_that_never_answers_is_an_error_that_says_so(faulty: RunningSer
     engine = engine_for(faulty, threads=2)
     plan.add("status", status=503, times=1000)
     try:
-        with pytest.raises(InputError, match=r"gave no response: status 503: a fault of the plan \(--server\)"):
+        with pytest.raises(InputError, match=r"expected a response of the server \S+, got status 503: .* \(--server\)"):
             engine.generate(requests(2), SAMPLING, LIMITS)
     finally:
         plan.faults.clear()

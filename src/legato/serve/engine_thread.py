@@ -36,6 +36,7 @@ DELIVERED_TOGETHER = 16
 """How many events are delivered before the first of them is answered."""
 ROUNDS_OF_AN_ANSWER = 6
 """Rounds of the event loop from the delivery of a whole response to its answer."""
+SHUTTING_DOWN = "the server is shutting down"
 MODES = ("abort", "wait", "keep")
 """What a pause does with requests in flight, in vLLM's words: give them up, wait for them, or hold them until the resume."""
 
@@ -186,6 +187,10 @@ class EngineThread:
         chosen = set(names)
         return await self.run(lambda: self._abort(chosen))
 
+    async def end_requests(self) -> None:
+        """Answer the requests in flight, and later ones, with the error that the server is shutting down."""
+        await self.run(self._end_requests)
+
     # In the event loop
 
     def _deliver(self, events: list[tuple[Work, Event]]) -> None:
@@ -252,7 +257,7 @@ class EngineThread:
 
     def _refuse_commands(self) -> None:
         """Answer what was queued when the thread ended, and the pauses that wait."""
-        self.fault = self.fault or "the server is shutting down"
+        self.fault = self.fault or SHUTTING_DOWN
         self._fail_all(self.fault)
         for future in self._drained:
             _answer(future)
@@ -329,6 +334,10 @@ class EngineThread:
         self._outstanding.clear()
         self._send([(work, Failed(reason=reason)) for work in works])
         self._finish_draining()
+
+    def _end_requests(self) -> None:
+        self.fault = self.fault or SHUTTING_DOWN
+        self._fail_all(self.fault)
 
     def _pause(self, mode: str, drained: "Future[None]") -> None:
         if mode == "abort":

@@ -18,6 +18,8 @@ HEADER_BYTES = 2**16
 """The most bytes of the headers of a request."""
 FILES_KEPT = 256
 """Files that are left for everything but connections. More connections are answered with 503."""
+END_SECONDS, CANCEL_SECONDS = 4.0, 5
+"""Seconds after a signal to end: requests in flight get an error; those that are left then (prompts are scored) are cut."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that none sends a request while the server closes one."""
 COLLECT_EVERY = 20_000
@@ -68,7 +70,7 @@ def uvicorn_config(app: Any) -> Any:
         proxy_headers=False,
         h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=CANCEL_SECONDS,
         limit_concurrency=connections,
     )
 
@@ -128,7 +130,16 @@ def serve_until_interrupted(
             await asyncio.sleep(0.01)
         if server.started:
             on_ready()
+        ending = asyncio.create_task(end_requests())
         await serving
+        ending.cancel()
+
+    async def end_requests() -> None:
+        # uvicorn would cancel the handlers: broken streams, answers that are no JSON, and a traceback for each.
+        while not server.should_exit:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(END_SECONDS)
+        await served.thread.end_requests()
 
     with contextlib.closing(listening), shared_interpreter(), short_collections():
         asyncio.run(run())

@@ -100,7 +100,7 @@ class ServerEngine(JobEngine):
             if handle not in self.jobs:
                 continue  # cancelled
             if isinstance(answer, ServerError):
-                raise InputError(f"the server {self.client.url} gave no response: {answer} (--server)")
+                raise InputError(f"expected a response of the server {self.client.url}, got {answer} (--server)")
             if isinstance(answer, Exception):
                 raise answer
             self.jobs[handle].responses[place] = answer

@@ -35,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from legato.core.open_files import raise_file_limit
@@ -193,7 +194,8 @@ class Fleet(JobEngine):
             problems = "; ".join(f"{s.client.url}: {s.problem}" for s in self.servers if s.state is not State.UP)
             raise InputError(
                 f"expected at least {self.settings.quorum} of {len(self.servers)} servers to answer"
-                f" (rollouts.servers.quorum), got {len(answering)}; {shorten(problems, 1500)}"
+                f" (rollouts.servers.quorum), got {len(answering)}: {shorten(problems, 1500)}; correct"
+                f" rollouts.servers.urls, or start the servers with {self.dialect.option}"
             )
 
     def _accept(self, server: Server, facts: ServerFacts) -> None:
@@ -295,8 +297,11 @@ class Fleet(JobEngine):
                 server.started.start(model)
             for server, result in zip(self.servers, self._at_all(self.servers, self._await_start), strict=True):
                 if isinstance(result, ServerError):
+                    remedy = "read its log"
+                    if "No module named" in str(result) and self.settings.python is None:
+                        remedy = f"name the Python that has {self.dialect.name} in rollouts.servers.python"
                     raise InputError(
-                        f"expected a {self.dialect.name} server to start, got {result} (rollouts.servers.start)"
+                        f"expected a {self.dialect.name} server to start, got {result} (rollouts.servers.start); {remedy}"
                     )
                 if isinstance(result, Exception):
                     raise result
@@ -382,18 +387,30 @@ class Fleet(JobEngine):
             self._publish_seconds += self.transport.now() - began
 
     def _servers_to_load(self) -> list[Server]:
-        """The servers that get new weights: those that rank 0 reaches."""
+        """The servers that get new weights: those that rank 0 reaches. All ranks know of them what rank 0 knows."""
         answering = [server.number for server in self.servers if server.state in (State.UP, State.SUSPECT)]
-        numbers = on_first_rank(self.world, lambda: answering)
+        told = on_first_rank(self.world, lambda: [self._describe_loads(self.servers[number]) for number in answering])
+        numbers = [number for number, _, _ in told]
         for server in self.servers:
             if server.number in numbers and server.state is State.DOWN:
                 server.state, server.checks, server.problem = State.UP, 0, ""
             elif server.number in answering and server.number not in numbers:
                 self._drop(server, "rank 0 does not reach it")
+        for number, reloads, scores in told:
+            server = self.servers[number]
+            server.reloads, server.scores = reloads, None if scores is None else torch.tensor(scores)
         return [self.servers[number] for number in numbers]
+
+    @staticmethod
+    def _describe_loads(server: Server) -> list[Any]:
+        return [server.number, server.reloads, None if server.scores is None else server.scores.tolist()]
 
     def _load_all(self, servers: Sequence[Server]) -> list[Loaded]:
         """Load the current weights into servers, all at once; what became of each, on all ranks."""
+        for server in servers:
+            if not server.reloads:
+                # It is restarted, which ends its requests: they are no failures of it.
+                self._take_requests_back(server)
         results = self._at_all(servers, self._load) if self.world.rank == 0 else []
         for result in results:
             if not isinstance(result, ProbeReply | ServerError | InputError):
@@ -438,21 +455,25 @@ class Fleet(JobEngine):
     def _judge_all(self, servers: Sequence[Server], results: Sequence[Loaded]) -> None:
         """Take over servers that have the weights, drop those that failed, restart those that kept old weights."""
         again: list[tuple[Server, str]] = []
+        problems: list[str | None] = []
         for server, result in zip(servers, results, strict=True):
+            problems.append(self._judge(server, result, server.scores) if isinstance(result, ProbeReply) else None)
+        problems = on_first_rank(self.world, lambda: problems)  # ranks that disagreed would wait for each other
+        for server, result, problem in zip(servers, results, problems, strict=True):
             if not isinstance(result, ProbeReply):
                 self._drop_after_load(server, result)
-            elif (problem := self._judge(server, result, server.scores)) is not None:
+            elif problem is not None:
                 again.append((server, problem))
         own = [(server, problem) for server, problem in again if server.is_own and server.reloads]
         for server, problem in again:
             if (server, problem) not in own:
                 self._fail(self._not_taken(server, problem))
-        if not own or self._failure is not None:
+        # A rank may have failed alone, in a request of its own.
+        if not own or self.world.agree(int(self._failure is not None)):
             return
         for server, problem in own:
             self._say(f"{server.client.url}: {problem}. It is restarted at every publish from now on")
             server.reloads = False
-            server.life += 1
             server.counts.restarts += 1
         for (server, problem), result in zip(own, self._load_all([server for server, _ in own]), strict=True):
             if not isinstance(result, ProbeReply):
@@ -741,11 +762,20 @@ class Fleet(JobEngine):
     def _drop(self, server: Server, why: str) -> None:
         """Send no more to a server; what it has in flight goes to others."""
         server.state, server.problem, server.version, server.scores = State.DOWN, why, None, None
-        server.life += 1
         server.counts.drops += 1
-        server.strikes = server.checks = 0
-        server.busy_until = -math.inf
+        server.checks = 0
         server.next_check = self.transport.now() + FIRST_CHECK
+        self._take_requests_back(server)
+        # It may not have noticed, and would get others beside them when it is back.
+        server.client.drop_connections()
+        left = self._answering()
+        self._say(f"{server.client.url} is dropped ({shorten(why, 400)}); {left} of {len(self.servers)} servers answer")
+
+    def _take_requests_back(self, server: Server) -> None:
+        """Let what a server has in flight be sent anew: it is dropped or restarted. Its failures so far are forgotten."""
+        server.life += 1
+        server.strikes = 0
+        server.busy_until = -math.inf
         self._spread.forget(server.number)
         self._pending.extend(server.queue)
         server.queue.clear()
@@ -754,10 +784,6 @@ class Fleet(JobEngine):
             if self._is_wanted(attempt.ticket):
                 self._pending.append(attempt.ticket)
         server.running.clear()
-        # It may not have noticed, and would get others beside them when it is back.
-        server.client.drop_connections()
-        left = self._answering()
-        self._say(f"{server.client.url} is dropped ({shorten(why, 400)}); {left} of {len(self.servers)} servers answer")
 
     def _watch(self, now: float) -> None:
         """Look after servers that are down, and pause or end the run if too few are up."""
