@@ -39,7 +39,9 @@ means = "log2 of ..."
 """
 
 import hashlib
+import json
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -235,6 +237,25 @@ def registering_commit(file: Path, sha256: str) -> dict[str, str] | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return None
+
+
+def hold_registration(study: Study, folder: Path, *, runs_begun: bool) -> str | None:
+    """When the first run of this folder began; None if the folder is older than this note. InputError if the study file has
+    changed since: a margin or a condition could else be chosen after the runs that it judges."""
+    note, results = folder / "registration.json", folder / "study.json"
+    held: dict[str, Any] = {"sha256": study.sha256, "begun": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    if runs_begun and note.exists():
+        held = json.loads(note.read_text(encoding="utf-8"))
+    elif runs_begun and results.exists():
+        held = {"sha256": json.loads(results.read_text(encoding="utf-8"))["registration"]["sha256"], "begun": None}
+    if held["sha256"] != study.sha256:
+        raise InputError(
+            f"expected {study.file} as it was when the runs in {folder} began (sha256 {held['sha256'][:12]}), got"
+            f" {study.sha256[:12]}; a study goes on only as it was registered: restore the file, or --out FOLDER begins anew"
+        )
+    note.write_text(json.dumps(held) + "\n", encoding="utf-8")
+    begun: str | None = held["begun"]
+    return begun
 
 
 def _table(path: Path, tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
