@@ -73,7 +73,7 @@ def _dose(results: Results) -> list[str]:
     share = 100 * first["mean"] / (100 * _average(scores("grpo", noises[0])) - start)
 
     return [
-        f"The noise made {flips} % of the active experts flip. {ended} of {len(results['runs'])} runs survived: at these"
+        f"The noise made {flips} % of the active experts flip in GRPO's runs. {ended} of {len(results['runs'])} runs survived: at these"
         f" doses flips ended"
         " no run.",
         f"At the largest dose GRPO lost {100 * first['mean']:.1f} points in the mean. By the registered analysis a harm of 10"
