@@ -868,15 +868,18 @@ def _length_trained(results: Results) -> list[str]:
 
 
 def _real_model(results: Results) -> list[str]:
-    (axis,) = results["sweep"]
     starts = [run["start"] for run in results["runs"]]
-    ends = "; ".join(f"{value:g}: {_shares(results, point={axis: value})}" for value in results["sweep"][axis])
+    ends = "; ".join(
+        f"at {axis} = {value:g} {_shares(results, point={axis: value})}"
+        for axis in results["sweep"]
+        for value in results["sweep"][axis]
+    )
     # Written before the results: what the rule can find at best, where half of the problems are solved.
     problems, seeds, comparisons = results["runs"][0]["problems"], len(results["seeds"]), results["comparisons"]
     least = math.sqrt(2 * share_variance(0.5, problems))
     reach = critical_t(ERROR_RATE / len(comparisons), seeds - 1) * least / math.sqrt(seeds)
     return [
-        f"From {100 * math.fsum(starts) / len(starts):.1f} % the arms ended, by learning rate, at {ends}.",
+        f"From {100 * math.fsum(starts) / len(starts):.1f} % the arms ended: {ends or _shares(results)}.",
         f"**One half of the rule against the claim can hardly be met.** It names arms that end within {100 * comparisons[0]['margin']:.0f} points of each other, and with"
         f" {seeds} seeds the error of {problems} held-out problems alone gives an interval of {100 * reach:.0f} points to either side where half of them are solved.",
         f"Experts that flipped in an update, by arm: {_shares(results, 'flip_mean')}.",

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import random
 import re
 import subprocess
@@ -258,8 +259,9 @@ def test_a_registered_study_has_its_reading_before_its_results(name: str) -> Non
         assert comparison.name[1:] in page
     for part in study_figures(results):
         assert f"figures/study-{name}-{part}.svg" in page
-    if name == "real-model":  # two accuracies of 256 problems, three seeds, two comparisons: 6.205 sqrt(2 / 4 / 256 / 3)
-        assert "an interval of 16 points to either side" in page
+    if name == "real-model":  # t of two degrees of freedom, for one comparison or two, times the error of 256 problems
+        reach = {1: 4.303, 2: 6.205}[len(study.comparisons)] * math.sqrt(2 / 4 / 256 / 3)
+        assert f"an interval of {100 * reach:.0f} points to either side" in page
 
 
 def test_every_verdict_of_the_ledger_has_a_stored_file_and_a_command() -> None:
