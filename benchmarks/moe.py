@@ -11,6 +11,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,15 @@ def figures(results: Mapping[str, Any]) -> dict[str, str]:
         for arm, colour in colours.items():
             flips = _by_depth(arm, comparison["runs"])
             depths += [line([float(layer) for layer in flips], list(flips.values()), arm, colour)]
-        layout = shares("experts changed", whole=False) | {"xaxis": {"title": {"text": "layer"}}}
+        seeds = f"means of {len(comparison['seeds'])} seeds"
+        layout = shares("experts changed", whole=False) | {"xaxis": {"title": {"text": f"layer ({seeds})"}}}
+        course = learning(comparison["runs"], colours, "", wide=False)
+        if course is not None:
+            # Figures are quoted without their pages, so that they say themselves what the bands are.
+            title = {"title": {"text": f"step ({seeds}, bands: 95 % intervals)"}}
+            course = replace(course, layout=course.layout | {"xaxis": course.layout["xaxis"] | title})
         for name, drawing in {
-            "learning": learning(comparison["runs"], colours, "", wide=False),
+            "learning": course,
             "depth": figure("Experts changed by depth", "", depths, layout),
         }.items():
             if drawing is not None:
@@ -142,7 +149,7 @@ def experiment_page(results: Mapping[str, Any]) -> str:
     ]
     for bed, title in BEDS.items():
         if bed in results:
-            lines += ["", f"## {title}", "", *_section(results[bed])]
+            lines += ["", f"## {title}", "", *_unsaved(results[bed]), *_section(results[bed])]
             lines += [
                 "",
                 f"![learning](../figures/moe-{bed}-learning.svg)",
@@ -152,6 +159,19 @@ def experiment_page(results: Mapping[str, Any]) -> str:
         else:
             lines += ["", f"## {title}", "", "Not measured yet."]
     return "\n".join(lines) + "\n"
+
+
+def _unsaved(comparison: Mapping[str, Any]) -> list[str]:
+    """What became of runs that ended with no room for their checkpoint."""
+    unsaved = [run for run in comparison["runs"] if "no room for a checkpoint" in (run["reason"] or "")]
+    last = max(each["step"] for run in comparison["runs"] for each in run["evaluations"])
+    if not unsaved or any(run["evaluations"][-1]["step"] != last for run in unsaved):
+        return []
+    return [
+        f"{len(unsaved)} of the {len(comparison['runs'])} runs failed, after their evaluation at step {last}, which is the"
+        " last: the disk had no room for their weights. Their accuracies are those of whole runs. They were not run again.",
+        "",
+    ]
 
 
 def _section(comparison: Mapping[str, Any]) -> list[str]:

@@ -12,9 +12,9 @@ from statistics import correlation
 from typing import Any
 
 from benchmarks import rates
-from legato.compare.analysis import area
+from legato.compare.analysis import area, share_variance
 from legato.diagnostics.statistics.frontier import frontier
-from legato.diagnostics.statistics.paired import compare_pairs, mean_interval, seeds_needed
+from legato.diagnostics.statistics.paired import ERROR_RATE, compare_pairs, critical_t, mean_interval, seeds_needed
 
 Results = Mapping[str, Any]
 
@@ -73,7 +73,7 @@ def _dose(results: Results) -> list[str]:
     share = 100 * first["mean"] / (100 * _average(scores("grpo", noises[0])) - start)
 
     return [
-        f"The noise made {flips} % of the active experts flip. {ended} of {len(results['runs'])} runs survived: at these"
+        f"The noise made {flips} % of the active experts flip in GRPO's runs. {ended} of {len(results['runs'])} runs survived: at these"
         f" doses flips ended"
         " no run.",
         f"At the largest dose GRPO lost {100 * first['mean']:.1f} points in the mean. By the registered analysis a harm of 10"
@@ -868,11 +868,20 @@ def _length_trained(results: Results) -> list[str]:
 
 
 def _real_model(results: Results) -> list[str]:
-    (axis,) = results["sweep"]
     starts = [run["start"] for run in results["runs"]]
-    ends = "; ".join(f"{value:g}: {_shares(results, point={axis: value})}" for value in results["sweep"][axis])
+    ends = "; ".join(
+        f"at {axis} = {value:g} {_shares(results, point={axis: value})}"
+        for axis in results["sweep"]
+        for value in results["sweep"][axis]
+    )
+    # Written before the results: what the rule can find at best, where half of the problems are solved.
+    problems, seeds, comparisons = results["runs"][0]["problems"], len(results["seeds"]), results["comparisons"]
+    least = math.sqrt(2 * share_variance(0.5, problems))
+    reach = critical_t(ERROR_RATE / len(comparisons), seeds - 1) * least / math.sqrt(seeds)
     return [
-        f"From {100 * math.fsum(starts) / len(starts):.1f} % the arms ended, by learning rate, at {ends}.",
+        f"From {100 * math.fsum(starts) / len(starts):.1f} % the arms ended: {ends or _shares(results)}.",
+        f"**One half of the rule against the claim can hardly be met.** It names arms that end within {100 * comparisons[0]['margin']:.0f} points of each other, and with"
+        f" {seeds} seeds the error of {problems} held-out problems alone gives an interval of {100 * reach:.0f} points to either side where half of them are solved.",
         f"Experts that flipped in an update, by arm: {_shares(results, 'flip_mean')}.",
         *_judged(results, "points", 100),
         "The opposite case: an upcycled mixture has experts that are near copies, so a flip changes little; 25 steps and three seeds find only"

@@ -169,7 +169,7 @@ def run_at(commit: str, study: Study, names: Collection[str], folder: Path) -> d
 def repeat(name: str, machine: Machine) -> dict[str, Any]:
     """Make both runs again; the content of the result file."""
     study = read_study(ROOT / "studies" / f"{name}.toml")
-    here = describe_machine(study)
+    here = describe_machine()
     stored_results = json.loads((STORED / f"{name}.json").read_text())
     exact = same_bits_expected(stored_results, here)
     chosen = chosen_runs(name)
@@ -180,8 +180,10 @@ def repeat(name: str, machine: Machine) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             again = run_again(study, names, Path(folder), machine)
     own_code = None
-    if not (study.measure or exact or made_on_gpu(stored_results)):
-        (commit,) = {place["commit"] for place in stored_results["made"]}
+    commits = {place["commit"] for place in stored_results.get("made", ())}
+    # A study that went on with other code does not say which of its runs each commit made.
+    if len(commits) == 1 and not (study.measure or exact or made_on_gpu(stored_results)):
+        (commit,) = commits
         with tempfile.TemporaryDirectory() as folder:
             then = run_at(commit, study, names, Path(folder))
         own_code = {

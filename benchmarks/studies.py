@@ -125,7 +125,8 @@ def _provenance(each: Mapping[str, Any]) -> str:
         device = each.get("device", "a machine that was not recorded")
         return f"{device}; date under Written, commit of the code not recorded"
     commit = (each["commit"] or "unknown")[:12]
-    return f"{each['runs']} runs on {each['date']}, commit {commit}, {each['device']}, torch {each['torch']}"
+    changed = " with changes that were in no commit" if each.get("changed") else ""
+    return f"{each['runs']} runs on {each['date']}, commit {commit}{changed}, {each['device']}, torch {each['torch']}"
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,24 @@ def test_the_page_shows_flips_and_accuracies_of_a_stored_comparison(tmp_path: Pa
     assert "| 2 | 75.0% (75.0% to 75.0%) | 75.0% (75.0% to 75.0%) |" in page
     assert "- grpo+R2 and grpo cannot be told apart" in page and "75.0 % (75.0 to 75.0)" in page
     assert page.count("Not measured yet.") == len(moe.BEDS) - 1
+
+
+def test_bands_of_accuracies_stay_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Student's t of two seeds reaches far beyond both ends, and a band would be drawn over the axis."""
+    drawn: list[Any] = []
+    monkeypatch.setattr("legato.pages.drawing.draw_svg", lambda drawing: drawn.append(drawing) or "")
+    moe.figures(moe.load_results())
+    courses = [each for each in drawn if each.title == "Learning"]
+    assert len(courses) == 3 and all("95 % intervals" in each.layout["xaxis"]["title"]["text"] for each in courses)
+    values = [value for each in courses for trace in each.data for value in trace["y"]]
+    assert min(values) == 0.0 and max(values) == 1.0
+
+
+def test_the_page_says_of_which_stored_runs_only_the_weights_are_missing() -> None:
+    assert "3 of the 6 runs failed, after their evaluation at step 30" in moe.experiment_page(moe.load_results())
+    cut = moe.load_results()["upcycled"]
+    next(run for run in cut["runs"] if run["status"] == "failed")["evaluations"].pop()
+    assert "runs failed, after their evaluation" not in moe.experiment_page({"upcycled": cut})
 
 
 def test_without_results_the_page_still_documents_the_test_bed() -> None:

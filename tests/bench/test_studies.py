@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import random
 import re
 import subprocess
@@ -164,9 +165,9 @@ def test_losses_are_drawn_seed_by_seed_from_the_bed_that_all_comparisons_share()
     drawn = study_figures(results | {"comparisons": [{"terms": each} for each in terms]})
     assert set(drawn) == {"accuracy", "loss"}
     grpo_seeds, grpo, _, gspo = drawn["loss"].data
-    # 20 % for each bed further on: a loss below 0 is a gain.
-    assert grpo["y"] == pytest.approx([-0.21, -0.4]) and gspo["y"] == pytest.approx([-0.41, -0.8])
-    assert grpo_seeds["y"] == pytest.approx([-0.2, -0.21, -0.22, -0.4, -0.4, -0.4])
+    # 20 points for each bed further on: a loss below 0 is a gain.
+    assert grpo["y"] == pytest.approx([-21, -40]) and gspo["y"] == pytest.approx([-41, -80])
+    assert grpo_seeds["y"] == pytest.approx([-20, -21, -22, -40, -40, -40])
     assert drawn["loss"].layout["xaxis"]["ticktext"] == ["bf16", "stale"] and "lost beside exact" in draw_svg(drawn["loss"])
     # Without a bed that all comparisons share there is nothing to lose from.
     apart = [{"terms": [{"arm": "grpo", "bed": bed}, {"arm": "gspo", "bed": bed}]} for bed in ("bf16", "stale")]
@@ -258,6 +259,9 @@ def test_a_registered_study_has_its_reading_before_its_results(name: str) -> Non
         assert comparison.name[1:] in page
     for part in study_figures(results):
         assert f"figures/study-{name}-{part}.svg" in page
+    if name == "real-model":  # t of two degrees of freedom, for one comparison or two, times the error of 256 problems
+        reach = {1: 4.303, 2: 6.205}[len(study.comparisons)] * math.sqrt(2 / 4 / 256 / 3)
+        assert f"an interval of {100 * reach:.0f} points to either side" in page
 
 
 def test_every_verdict_of_the_ledger_has_a_stored_file_and_a_command() -> None:

@@ -15,15 +15,16 @@ import torch
 
 from legato.compare import analysis
 from legato.compare.analysis import analyse, area, describe_power
-from legato.compare.finished import export_runs, name_processor
+from legato.compare.finished import export_runs, name_code, name_processor
 from legato.compare.jobs import jobs, points
 from legato.compare.outcomes import outcome
 from legato.compare.processes import Machine
 from legato.compare.registration import Study, read_study, registering_commit
 from legato.compare.store import Store
-from legato.compare.study import describe, run_study, warm_ups_first
+from legato.compare.study import describe, run_study, warm_ups_first, warn_of_spread
 from legato.diagnostics.statistics.frontier import frontier
 from legato.errors import InputError
+from legato.pages.study import markdown
 from legato.records.directory import RunDirectory
 from tests.proof.command import Command
 from tests.proof.comparisons import OPTIONS, prepare_comparison, write_run
@@ -90,6 +91,19 @@ COMPARISON = {
         ({"questoin": "?"}, "questoin"),
         ({"comparisons": [{**COMPARISON, "terms": COMPARISON["terms"][:1]}]}, "sum is 0"),
         ({"comparisons": [{**COMPARISON, "margin": 0}]}, "margin above 0"),
+        ({"pilot_seeds": 100}, "expected a list of whole numbers, got 100 (pilot_seeds)"),
+        ({"title": 3}, "expected a text, got 3 (title)"),
+        ({"endpoint": {"kind": ["score"]}}, "score, area, frontier"),
+        ({"endpoint": {"kind": "score", "means": 3}}, "expected a text, got 3 (means)"),
+        ({"beds": {"left": {"recipe": 3}}}, "expected a path or a list of paths, got 3 (recipe)"),
+        ({"beds": {"left": {"recipe": "bed.toml", "arms": "one"}}}, "expected a list of arms, got 'one' (arms)"),
+        ({"beds": {"left": {"recipe": "bed.toml", "options": 3}}}, "expected a table [options], got 3"),
+        ({"comparisons": [{**COMPARISON, "margin": "wide"}]}, "expected a number, got 'wide' (margin)"),
+        ({"comparisons": [{**COMPARISON, "margin": math.nan}]}, "expected a number, got nan (margin)"),
+        ({"comparisons": [{**COMPARISON, "name": 3}]}, "expected a text, got 3 (name)"),
+        ({"comparisons": [{**COMPARISON, "terms": 3}]}, "expected a list of terms, got 3"),
+        ({"comparisons": [{**COMPARISON, "terms": [{"arm": ["one"], "weight": 0}]}]}, "expected a text, got ['one'] (arm)"),
+        ({"comparisons": [{**COMPARISON, "terms": [{"arm": "one", "weight": "x"}]}]}, "expected a number, got 'x' (weight)"),
         ({"comparisons": [{**COMPARISON, "confirms_if": "better"}]}, "above, below, equivalent"),
         ({"comparisons": [{**COMPARISON, "refutes_if": ["below", "best"]}]}, "got 'best' (refutes_if)"),
         (
@@ -267,6 +281,83 @@ def test_a_slice_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         run_study(study, folder=tmp_path / "refused", seeds=[9], seconds=0, say=lambda _: None)
 
 
+@pytest.mark.parametrize("older", [False, True], ids=["", "a folder of before the note"])
+def test_a_study_goes_on_only_as_it_was_registered(older: bool, tmp_path: Path) -> None:
+    """With another margin or another condition the runs would be the same, and the verdict chosen after them."""
+    study, _ = measure(tmp_path, SURVIVED)
+    folder = tmp_path / "comparison"
+    run_study(study, folder=folder, seconds=0, say=lambda _: None)
+    if older:
+        (folder / "registration.json").unlink()
+    wider = read_study(study_file(tmp_path, comparisons=[{**COMPARISON, "margin": 2.0, "confirms_if": "equivalent"}]))
+    with pytest.raises(InputError, match="only as it was registered"):
+        run_study(wider, folder=folder, seconds=0, say=lambda _: None)
+    run_study(wider, folder=tmp_path / "pilot", pilot=True, seconds=0, say=lambda _: None)
+    run_study(study, folder=tmp_path / "pilot", pilot=True, seconds=0, say=lambda _: None)  # pilots come before
+
+
+@pytest.mark.parametrize(
+    ("registered", "words"),
+    [
+        (None, "Registered: not in a commit"),
+        ("2026-11-18T12:00:00+00:00", "Registered: cccccccccccc, 2026-11-18T12:00:00+00:00\n"),
+        ("2026-11-18T16:00:00+02:00", "2026-11-18T16:00:00+02:00, after its first run had begun (2026-11-18T13:00:00+0000)"),
+    ],
+)
+def test_the_page_says_whether_the_registration_came_before_the_runs(
+    registered: str | None, words: str, tmp_path: Path
+) -> None:
+    study, runs = measure(tmp_path, SURVIVED)
+    commit = registered and {"commit": "c" * 40, "date": registered}
+    begun = "2026-11-18T13:00:00+0000"
+    results = describe(study, runs, Machine(), pilot=False, seeds=tuple(SEEDS), registered=commit or None, begun=begun)
+    assert words in markdown(results)
+
+
+def test_a_study_that_is_in_no_commit_or_expects_too_little_scatter_is_told_so(tmp_path: Path) -> None:
+    file = study_file(tmp_path, sweep={}, endpoint={"kind": "score"}, options={**OPTIONS, "task.held_out": 8})
+    lines: list[str] = []
+    run_study(read_study(file), folder=tmp_path / "study", seconds=0, say=lines.append)
+    assert any("study.toml as it is now is in no commit" in line for line in lines)
+    # Two accuracies of 8 problems of which half are solved: each has the variance 0.25 / 8.
+    assert any("a spread of 0.3" in line for line in lines) is (math.sqrt(2 * 0.25 / 8) > 0.3)
+    narrow = {**COMPARISON, "spread": 0.2}
+    file = study_file(
+        tmp_path, sweep={}, endpoint={"kind": "score"}, options={**OPTIONS, "task.held_out": 8}, comparisons=[narrow]
+    )
+    run_study(read_study(file), folder=tmp_path / "narrow", seconds=0, say=lines.append)
+    assert any("a spread of 0.2, and its held-out problems alone have an error of 0.25" in line for line in lines)
+
+
+def test_the_page_lists_the_runs_that_failed_apart_from_those_that_collapsed(tmp_path: Path) -> None:
+    study, runs = measure(tmp_path, SURVIVED)
+    whole = describe(study, runs, Machine(), pilot=False, seeds=tuple(SEEDS), registered=None)
+    assert "Runs that failed" not in markdown(whole)
+    runs[0] |= {"status": "failed", "reason": "exit code 2: no room for a checkpoint"}
+    page = markdown(describe(study, runs, Machine(), pilot=False, seeds=tuple(SEEDS), registered=None))
+    assert f"| {runs[0]['name']} | failed | exit code 2: no room for a checkpoint |" in page
+
+
+def test_the_code_is_named_by_its_own_commit_and_not_by_that_of_a_repository_around_it(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    assert name_code(package) == (None, False)
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "-m", "of somebody else")
+    assert name_code(package) == (None, False)
+    git("add", "package")
+    git("commit", "--quiet", "-m", "code")
+    head = git("rev-parse", "HEAD").strip()
+    assert name_code(package) == (head, False)
+    (package / "__init__.py").write_text("changed = True\n")
+    assert name_code(package) == (head, True)
+
+
 def test_an_unfinished_study_shows_no_score_while_it_runs_and_stops_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,13 +371,17 @@ def test_an_unfinished_study_shows_no_score_while_it_runs_and_stops_in_time(
         options=options,
         beds={"left": {"recipe": str(tmp_path / "bed.toml")}},
     )
+    monkeypatch.setenv("LEGATO_COMMIT", "before")
     lines: list[str] = []
     run_study(read_study(file), folder=tmp_path / "study", seeds=[201], say=lines.append)
     ended = [line.split()[1] for line in lines if line.startswith("ended")]
     assert ended == ["left-one-seed201", "left-other-seed201"]
     assert not any("%" in line for line in lines if "power" not in line)
+    monkeypatch.setenv("LEGATO_COMMIT", "after")
     late: list[str] = []
-    run_study(read_study(file), folder=tmp_path / "study", seconds=0, say=late.append)
+    again = run_study(read_study(file), folder=tmp_path / "study", seconds=0, say=late.append)
+    # The code of the call that made a run, not of the last one.
+    assert [(each["commit"], each["runs"]) for each in again.results["made"]] == [("before", 2)]
     assert any("2 runs not begun" in line for line in late) and not any(line.startswith("starts") for line in late)
 
 
@@ -391,6 +486,18 @@ def test_every_registered_study_has_the_seeds_for_its_power(file: Path) -> None:
             assert each["equivalence"] >= each["wanted"], each
 
 
+@pytest.mark.parametrize("file", REGISTERED, ids=lambda file: file.stem)
+def test_every_registered_study_but_two_expects_the_scatter_of_its_problems(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The analysis assumes at least that scatter, so that a smaller one states a power that cannot be had."""
+    monkeypatch.chdir(file.parents[1])
+    study = read_study(file)
+    warnings: list[str] = []
+    warn_of_spread(study, [] if study.measure else jobs(study.definition, tmp_path), warnings.append)
+    assert bool(warnings) == (file.stem in ("dose", "exponent")), warnings
+
+
 def simulated_runs(study: Study) -> list[dict[str, Any]]:
     """Runs of every cell that a registered study compares, still without their outcomes."""
     cells = {(term.arm, term.bed) for comparison in study.comparisons for term in comparison.terms}
@@ -437,3 +544,43 @@ def test_of_2000_simulated_studies_of_the_frontier_few_are_false_and_most_find_t
         assert first.detects == gap and within(hits, 0.8, studies) > -2.6
     else:
         assert within(false, 0.05, studies) < 2.6 and "confirmed" not in verdicts
+
+
+SCORED = [file for file in REGISTERED if read_study(file).endpoint.kind in ("score", "area")]
+
+
+@pytest.mark.parametrize("found", [False, True], ids=["nothing differs", "the registered difference"])
+@pytest.mark.parametrize("file", SCORED, ids=lambda file: file.stem)
+def test_of_2000_simulated_studies_of_accuracies_few_are_false_and_most_find_the_registered_difference(
+    file: Path, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accuracies scatter around one half so that the first comparison has the registered spread. The analysis assumes at
+    least the error of the held-out problems; two studies registered less, and do not find their difference often enough."""
+    monkeypatch.chdir(file.parents[1])
+    study = read_study(file)
+    problems = {(job.arm, job.bed): job.resolved.config.task.held_out for job in jobs(study.definition, tmp_path)}
+    first, generator, studies = study.comparisons[0], random.Random(6), 2000
+    scale = math.fsum(term.weight**2 for term in first.terms)
+    shifts = {(term.arm, term.bed): found * first.detects * term.weight / scale for term in first.terms}
+    compared = {(term.arm, term.bed, repr(dict(term.at))) for each in study.comparisons for term in each.terms}
+    runs = [
+        run | {"status": "done", "problems": problems[run["arm"], run["bed"]]}
+        for run in simulated_runs(study)
+        if (run["arm"], run["bed"], repr(run["point"])) in compared
+    ]
+    hits = false = 0
+    monkeypatch.setattr(analysis, "power", lambda *_: 0.0)  # an integral that no verdict depends on
+    for _ in range(studies):
+        for run in runs:
+            score = 0.5 + shifts.get((run["arm"], run["bed"]), 0.0) + generator.gauss(0, first.spread / math.sqrt(scale))
+            run["score"], run["evaluations"] = score, [{"step": 0, "sampled": score, "tokens": 0}]
+        results = analyse(study, runs, study.definition.seeds)
+        findings = {each["name"]: each["finding"] for each in results["comparisons"]}
+        hits += findings[first.name] == "above"
+        false += any(finding in ("above", "below") for finding in findings.values())
+    if not found:
+        assert within(false, 0.05, studies) < 2.6
+    elif file.stem in ("dose", "exponent"):
+        assert within(hits, 0.8, studies) < -2.6
+    else:
+        assert within(hits, 0.8, studies) > -2.6

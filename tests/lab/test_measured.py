@@ -14,6 +14,7 @@ from legato.lab import gradient_noise
 from legato.lab.measured import measure_study
 from legato.lab.ratio_bias import World, sine
 from legato.policy.model.tiny import TinyShape, tiny_model
+from tests.proof.command import Command
 
 STUDY = """
 question = "?"
@@ -123,6 +124,15 @@ def test_a_measured_study_goes_on_where_it_was_stopped_and_compares_at_the_end(t
     assert again.results["runs"] == done.results["runs"]
     assert json.loads((tmp_path / "out" / "study.json").read_text())["measure"] == "ratio-bias"
     assert "All measurements" in (tmp_path / "out" / "study.md").read_text()
+
+
+def test_options_that_a_measured_study_would_not_heed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    legato, file, out = Command(monkeypatch, capsys), str(study_file(tmp_path)), tmp_path / "out"
+    for words in (["--only", "token-length2"], ["--seeds", "200"], ["--export", str(out)], ["--parallel", "2"]):
+        code, _, errors = legato("study", file, "--out", str(out), *words)
+        assert code == 2 and f"got {words[0]}: " in errors and not out.exists()
 
 
 def test_a_pilot_of_one_seed_ends_without_a_comparison(tmp_path: Path) -> None:

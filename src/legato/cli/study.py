@@ -12,6 +12,7 @@ from legato.cli.tables import show_tables
 from legato.compare.definition import read_seeds
 from legato.compare.registration import read_study
 from legato.compare.study import run_study
+from legato.errors import InputError
 from legato.lab.measured import measure_study
 from legato.pages.study import tables
 
@@ -35,6 +36,22 @@ def study_command(
     study = read_study(file)
     seconds = math.inf if minutes is None else 60 * minutes
     if study.measure is not None:
+        given = {
+            "--parallel": parallel,
+            "--gpus": gpus,
+            "--only": only,
+            "--seeds": seeds,
+            "--import": finished,
+            "--export": export,
+            "--retry-failed": retry_failed,
+            "--drop-checkpoints": not keep_checkpoints,
+        }
+        useless = [option for option, value in given.items() if value]
+        if useless:
+            raise InputError(
+                f"expected --out, --pilot and --minutes only, got {', '.join(useless)}: {file} trains nothing; it measures"
+                " seed by seed, on one core of this machine"
+            )
         result = measure_study(study, folder=out, pilot=pilot, seconds=seconds, say=say_on(console))
     else:
         result = run_study(

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,11 +129,13 @@ def run_jobs(
     seconds: float = math.inf,
     blind: bool = False,
     keep_checkpoints: bool = True,
+    here: Mapping[str, Any] | None = None,
 ) -> int:
     """Run all unfinished jobs, with a report now and then; the exit code.
 
     After `seconds` no further run begins; those under way go on to their end. `blind`: say that a run has ended, not how.
-    Without `keep_checkpoints`, those of a run are removed when it has ended.
+    Without `keep_checkpoints`, those of a run are removed when it has ended. `here`: noted for each run that begins or goes
+    on, since another call, perhaps of other code on another day, may end the study.
     """
     by_name = {job.name: job for job in planned}
     tasks = _tasks(planned, store)
@@ -144,6 +146,8 @@ def run_jobs(
     )
 
     def begun(task: Task) -> None:
+        if here is not None:
+            store.note_made(by_name[task.name], {**here, "date": time.strftime("%Y-%m-%d")})
         say(f"{'resumes' if task.words[0] == 'resume' else 'starts '}  {task.name}")
 
     def ended(end: EndedRun) -> None:

@@ -28,12 +28,14 @@ FORMAT = 1
 SUFFIX = ".json.gz"
 
 
-def describe_machine(study: Study) -> dict[str, Any]:
-    """When, with which code and on what the runs of this process are made."""
+def describe_machine() -> dict[str, Any]:
+    """When, with which code and on what the runs of this process are made. `changed`: the code differs from its commit."""
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else name_processor()
+    commit, changed = name_code()
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": _commit(study.file.absolute().parent),
+        "commit": commit,
+        **({"changed": True} if changed else {}),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": device,
@@ -56,7 +58,7 @@ def export_runs(path: Path, study: Study, planned: Sequence[Job], store: Store) 
         "format": FORMAT,
         "study": study.file.name,
         "sha256": study.sha256,
-        "made": describe_machine(study),
+        "made": describe_machine(),
         "runs": [run for runs in whole.values() for run in runs],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,11 +97,11 @@ def import_runs(paths: Iterable[Path], study: Study, planned: Sequence[Job], sto
             if store.run_path(job).exists():
                 continue  # it ran, or runs, here
             kept = {key: value for key, value in run.items() if key != "options"}
-            store.store_imported(job, {**kept, "made": content["made"]})
+            store.store_imported(job, {"made": content["made"], **kept})
 
 
 def slices(runs: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Where the runs of a study were made, each place with its number of runs; `here` for those that were not imported."""
+    """Where the runs of a study were made, each place with its number of runs; `here` for those that do not say it."""
     places: dict[str, dict[str, Any]] = {}
     for run in runs:
         if run["status"] in COUNTED:
@@ -158,13 +160,18 @@ def name_processor(description: Path = Path("/proc/cpuinfo")) -> str:
     return ", ".join(filter(None, (name, numbers, torch.backends.cpu.get_cpu_capability())))
 
 
-def _commit(folder: Path) -> str | None:
-    """The commit of the code; LEGATO_COMMIT where the machine has a copy of the files without their history."""
+def name_code(package: Path = Path(__file__).parents[1]) -> tuple[str | None, bool]:
+    """The commit of the code and whether files of it were changed since; LEGATO_COMMIT where the machine has a copy of the
+    files without their history. (None, False) for an installed package, which may lie in a repository of someone else."""
     commit = os.environ.get("LEGATO_COMMIT")
     if commit:
-        return commit
+        return commit, False
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=package, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        words = ["git", "rev-parse", "HEAD"]
-        return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--", "."))
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return None, False

@@ -42,6 +42,7 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
     statuses = {"failed": "failed", "unhealthy": "unhealthy", "done": whole, "absent": "waiting"}
     status = statuses.get(state, "stopped")
     training = job.resolved.config.training
+    made = store.made(job)
     return {
         "name": job.name,
         "bed": job.bed,
@@ -76,6 +77,7 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
         "phases": {phase: round_six(_total(steps, f"time/{phase}_seconds")) for phase in PHASES},
         "deviations": list(job.resolved.deviations),
         "origin": {key: origin.get(key) for key in ("weights", "problems")},
+        **({} if made is None else {"made": made}),
     }
 
 

@@ -39,7 +39,10 @@ means = "log2 of ..."
 """
 
 import hashlib
+import json
+import math
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,24 +198,29 @@ def read_study(path: Path) -> Study:
     beds = {name: _bed(path, name, table) for name, table in _table(path, tree, "beds").items()}
     definition = read_definition(path, {key: value for key, value in tree.items() if key in KEYS}, {}, beds=beds)
     endpoint = _table(path, tree, "endpoint")
-    if endpoint.get("kind") not in ENDPOINTS or set(endpoint) - {"kind", "axis", "means"}:
+    if endpoint.get("kind") not in [*ENDPOINTS] or set(endpoint) - {"kind", "axis", "means"}:
         raise InputError(
             f"{path}: expected [endpoint] with kind = one of {', '.join(ENDPOINTS)}, got {show_value(endpoint)}"
         )
+    pilot_seeds = tree.get("pilot_seeds", [])
+    if not isinstance(pilot_seeds, list) or any(type(seed) is not int for seed in pilot_seeds):
+        raise InputError(f"{path}: expected a list of whole numbers, got {show_value(pilot_seeds)} (pilot_seeds)")
     comparisons = tree.get("comparisons", [])
     if not isinstance(comparisons, list):
         raise InputError(f"{path}: expected [[comparisons]], got {show_value(comparisons)}")
     return Study(
         file=path,
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-        title=tree.get("title", path.stem),
+        title=_text(str(path), {"title": path.stem, **tree}, "title"),
         question=tree["question"],
         confirmed=tree["confirmed"],
         refuted=tree["refuted"],
-        pilot_seeds=tuple(tree.get("pilot_seeds", ())),
+        pilot_seeds=tuple(pilot_seeds),
         definition=definition,
         endpoint=Endpoint(
-            kind=endpoint["kind"], axis=endpoint.get("axis"), means=endpoint.get("means", ENDPOINTS[endpoint["kind"]])
+            kind=endpoint["kind"],
+            axis=endpoint.get("axis"),
+            means=_text(str(path), {"means": ENDPOINTS[endpoint["kind"]], **endpoint}, "means"),
         ),
         comparisons=tuple(_comparison(path, number, table) for number, table in enumerate(comparisons, 1)),
         measure=tree.get("measure"),
@@ -237,6 +245,25 @@ def registering_commit(file: Path, sha256: str) -> dict[str, str] | None:
     return None
 
 
+def hold_registration(study: Study, folder: Path, *, runs_begun: bool) -> str | None:
+    """When the first run of this folder began; None if the folder is older than this note. InputError if the study file has
+    changed since: a margin or a condition could else be chosen after the runs that it judges."""
+    note, results = folder / "registration.json", folder / "study.json"
+    held: dict[str, Any] = {"sha256": study.sha256, "begun": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    if runs_begun and note.exists():
+        held = json.loads(note.read_text(encoding="utf-8"))
+    elif runs_begun and results.exists():
+        held = {"sha256": json.loads(results.read_text(encoding="utf-8"))["registration"]["sha256"], "begun": None}
+    if held["sha256"] != study.sha256:
+        raise InputError(
+            f"expected {study.file} as it was when the runs in {folder} began (sha256 {held['sha256'][:12]}), got"
+            f" {study.sha256[:12]}; a study goes on only as it was registered: restore the file, or --out FOLDER begins anew"
+        )
+    note.write_text(json.dumps(held) + "\n", encoding="utf-8")
+    begun: str | None = held["begun"]
+    return begun
+
+
 def _table(path: Path, tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     table = tree.get(key, {})
     if not isinstance(table, dict):
@@ -250,9 +277,13 @@ def _bed(path: Path, name: str, table: Any) -> Bed:
         raise InputError(f"{where}: expected recipe, and optionally options and arms, got {show_value(table)}")
     recipes = table["recipe"] if isinstance(table["recipe"], list) else [table["recipe"]]
     arms = table.get("arms")
+    if not all(isinstance(recipe, str) for recipe in recipes):
+        raise InputError(f"{where}: expected a path or a list of paths, got {show_value(table['recipe'])} (recipe)")
+    if arms is not None and not isinstance(arms, list):
+        raise InputError(f"{where}: expected a list of arms, got {show_value(arms)} (arms)")
     return Bed(
         recipes=tuple(map(Path, recipes)),
-        options=flatten(table.get("options", {})),
+        options=flatten(_table(path, table, "options")),
         arms=None if arms is None else tuple(arms),
     )
 
@@ -262,23 +293,44 @@ def _comparison(path: Path, number: int, table: Any) -> Comparison:
     needed = {"name", "terms", "margin", "detects", "spread"}
     if not isinstance(table, dict) or set(table) - {*_COMPARISON_KEYS} or needed - {*table}:
         raise InputError(f"{where}: expected {', '.join(_COMPARISON_KEYS)}, got {show_value(table)}")
+    if not isinstance(table["terms"], list):
+        raise InputError(f"{where}: expected a list of terms, got {show_value(table['terms'])} (terms)")
     for term in table["terms"]:
         if not isinstance(term, dict) or set(term) - {*_TERM_KEYS} or {"arm", "weight"} - {*term}:
             raise InputError(f"{where}: expected terms with {', '.join(_TERM_KEYS)}, got {show_value(term)}")
     terms = tuple(
-        Term(arm=term["arm"], bed=term.get("bed", ""), weight=float(term["weight"]), at=flatten(term.get("at", {})))
+        Term(
+            arm=_text(where, term, "arm"),
+            bed=_text(where, term, "bed") if "bed" in term else "",
+            weight=_number(where, term, "weight"),
+            at=flatten(_table(path, term, "at")),
+        )
         for term in table["terms"]
     )
     return Comparison(
-        name=table["name"],
+        name=_text(where, table, "name"),
         terms=terms,
-        margin=float(table["margin"]),
-        detects=float(table["detects"]),
-        spread=float(table["spread"]),
-        at_least=float(table.get("at_least") or 0.0),
+        margin=_number(where, table, "margin"),
+        detects=_number(where, table, "detects"),
+        spread=_number(where, table, "spread"),
+        at_least=_number(where, table, "at_least") if "at_least" in table else 0.0,
         confirms_if=_findings(table.get("confirms_if")),
         refutes_if=_findings(table.get("refutes_if")),
     )
+
+
+def _number(where: str, table: Mapping[str, Any], key: str) -> float:
+    value = table[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"{where}: expected a number, got {show_value(value)} ({key})")
+    return float(value)
+
+
+def _text(where: str, table: Mapping[str, Any], key: str) -> str:
+    value = table[key]
+    if not isinstance(value, str):
+        raise InputError(f"{where}: expected a text, got {show_value(value)} ({key})")
+    return value
 
 
 def _findings(value: Any) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ configs/NAME.toml   the whole configuration of a run
 runs/NAME/          an ordinary run directory
 logs/NAME.log       what its process printed
 failed/NAME.json    exit code and reason of one that failed
+made/NAME.json      of a run of a study: when, with which code and on what it was begun, or last continued
 imported/NAME.json  the outcome of a run of a study that was made on another machine
 compare.json, compare.md, compare.html
 """
@@ -130,6 +131,17 @@ class Store:
 
     def note_failure(self, job: Job, code: int, reason: str) -> None:
         self.failed_path(job).write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
+
+    def note_made(self, job: Job, made: Mapping[str, Any]) -> None:
+        path = self.path / "made" / f"{job.name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(made) + "\n", encoding="utf-8")
+
+    def made(self, job: Job) -> dict[str, Any] | None:
+        """When, with which code and on what a run of a study was made; None where that was not noted."""
+        path = self.path / "made" / f"{job.name}.json"
+        made: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return made
 
     def imported(self, job: Job) -> dict[str, Any] | None:
         """The outcome of a run that was made on another machine; None for others."""

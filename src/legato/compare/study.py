@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from legato.compare.analysis import analyse, describe_power, is_complete
+from legato.compare.analysis import analyse, describe_power, is_complete, share_variance
 from legato.compare.compare import Comparison, GuardedSay, check_equal, plan_runs, preparing, run_jobs
 from legato.compare.finished import describe_machine, export_runs, import_runs, slices
 from legato.compare.jobs import Job
 from legato.compare.outcomes import outcomes
 from legato.compare.processes import Machine
-from legato.compare.registration import Study, registering_commit
+from legato.compare.registration import Study, hold_registration, registering_commit
 from legato.diagnostics.collapse import DEFINITION
+from legato.diagnostics.statistics.paired import power
 from legato.diagnostics.words import count
 from legato.errors import InputError
 from legato.pages.study import write_study_page
@@ -57,16 +58,22 @@ def run_study(
     if unknown:
         raise InputError(f"expected seeds out of {list(definition.seeds)}, got {unknown} (--seeds)")
     chosen = warm_ups_first([job for job in chosen if seeds is None or job.seed in seeds])
+    registered = registering_commit(study.file.absolute(), study.sha256)  # git reads the whole history of the file
     if not pilot:
         warn_of_power(study, say)
-    registered = registering_commit(study.file.absolute(), study.sha256)  # git reads the whole history of the file
-    here = describe_machine(study)
+        warn_of_spread(study, planned, say)
+        warn_of_registration(study, registered, say)
+    here = describe_machine()
     with preparing(store, definition, planned, retry_failed):
+        runs_begun = any(store.state(job) != "absent" for job in planned)
+        begun = None if pilot else hold_registration(study, store.path, runs_begun=runs_begun)
         import_runs(finished, study, planned, store, retry_failed=retry_failed)
 
         def report() -> dict[str, Any]:
             runs = outcomes(planned, store)
-            results = describe(study, runs, machine, pilot=pilot, seeds=definition.seeds, registered=registered, here=here)
+            results = describe(
+                study, runs, machine, pilot=pilot, seeds=definition.seeds, registered=registered, begun=begun, here=here
+            )
             store.write_results("study.json", results)
             write_study_page(store.path, results)
             if export is not None:
@@ -74,7 +81,15 @@ def run_study(
             return results
 
         code = run_jobs(
-            chosen, store, machine, say, report, seconds=seconds, blind=not pilot, keep_checkpoints=keep_checkpoints
+            chosen,
+            store,
+            machine,
+            say,
+            report,
+            seconds=seconds,
+            blind=not pilot,
+            keep_checkpoints=keep_checkpoints,
+            here=here,
         )
         results = report()
         if export is not None:
@@ -111,6 +126,31 @@ def warn_of_power(study: Study, say: Callable[[str], None]) -> None:
             )
 
 
+def warn_of_spread(study: Study, planned: Sequence[Job], say: Callable[[str], None]) -> None:
+    """Say which comparisons register a smaller spread than the analysis will assume, whatever the seeds do: it takes at
+    least the error of the held-out problems."""
+    if study.endpoint.kind not in ("score", "area"):
+        return
+    problems = {(job.arm, job.bed): job.resolved.config.task.held_out for job in planned}
+    seeds, number = len(study.definition.seeds), len(study.comparisons)
+    for each in study.comparisons:
+        floor = math.sqrt(
+            math.fsum(term.weight**2 * share_variance(0.5, problems[term.arm, term.bed]) for term in each.terms)
+        )
+        if floor > each.spread:
+            chance = power(each.detects, floor, seeds, number)
+            say(
+                f"{each.name!r} registers a spread of {each.spread:g}, and its held-out problems alone have an error of"
+                f" {floor:.2g} where half of them are solved: with that its power is {chance:.0%}"
+            )
+
+
+def warn_of_registration(study: Study, registered: Mapping[str, str] | None, say: Callable[[str], None]) -> None:
+    """Say that the study file, as it is, is in no commit."""
+    if registered is None:
+        say(f"{study.file} as it is now is in no commit; commit it before its reported seeds run, else it is not registered")
+
+
 def describe(
     study: Study,
     runs: list[dict[str, Any]],
@@ -119,12 +159,13 @@ def describe(
     pilot: bool,
     seeds: tuple[int, ...],
     registered: dict[str, str] | None,
+    begun: str | None = None,
     here: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of study.json. An unfinished study has no comparisons, and its runs no scores: nobody looks early.
 
-    `registered` is the commit that registered the study (`registering_commit`), `here` what made the runs that were not
-    imported (`describe_machine`).
+    `registered` is the commit that registered the study (`registering_commit`), `begun` when its first run began
+    (`hold_registration`), `here` what made the runs that do not say it themselves (`describe_machine`).
     """
     definition, complete = study.definition, is_complete(runs)
     analysis = {"comparisons": [], "verdict": "unfinished"}
@@ -144,6 +185,7 @@ def describe(
             "file": study.file.name,
             "sha256": study.sha256,
             "registered": registered,
+            "begun": begun,
         },
         "question": study.question,
         "confirmed": study.confirmed,

@@ -17,8 +17,8 @@ import torch
 from legato.compare.compare import Comparison, GuardedSay
 from legato.compare.finished import describe_machine
 from legato.compare.processes import Machine
-from legato.compare.registration import Study, registering_commit
-from legato.compare.study import chosen_seeds, describe, study_folder, warn_of_power
+from legato.compare.registration import Study, hold_registration, registering_commit
+from legato.compare.study import chosen_seeds, describe, study_folder, warn_of_power, warn_of_registration
 from legato.errors import InputError, nearest
 from legato.lab import gradient_noise, ratio_bias
 from legato.pages.study import write_study_page
@@ -44,14 +44,21 @@ def measure_study(
     folder = folder or study_folder(study, pilot)
     folder.mkdir(parents=True, exist_ok=True)
     say = GuardedSay(say, folder)
-    begun = time.monotonic()
+    started = time.monotonic()
+    registered = registering_commit(study.file.absolute(), study.sha256)
+    if not pilot:
+        warn_of_power(study, say)
+        warn_of_registration(study, registered, say)
     with hold_lock(RunDirectory(folder)):
+        runs_begun = any((folder / f"seed{seed}.json").exists() for seed in seeds)
+        begun = None if pilot else hold_registration(study, folder, runs_begun=runs_begun)
         runs: list[dict[str, Any]] = []
         for seed in seeds:
             file = folder / f"seed{seed}.json"
-            if not file.exists() and time.monotonic() - begun < seconds:
+            if not file.exists() and time.monotonic() - started < seconds:
                 say(f"measures seed {seed}")
-                file.write_text(json.dumps({"sha256": study.sha256, "runs": measure_seed(study, seed)}, allow_nan=False))
+                content = {"sha256": study.sha256, "made": describe_machine(), "runs": measure_seed(study, seed)}
+                file.write_text(json.dumps(content, allow_nan=False))
             runs += _load_runs(study, file) if file.exists() else _waiting(study, seed)
         results = describe(
             study,
@@ -59,13 +66,12 @@ def measure_study(
             Machine(),
             pilot=pilot,
             seeds=seeds,
-            registered=registering_commit(study.file.absolute(), study.sha256),
-            here=describe_machine(study),
+            registered=registered,
+            begun=begun,
+            here=describe_machine(),
         )
         (folder / "study.json").write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         write_study_page(folder, results)
-    if not pilot:
-        warn_of_power(study, say)
     return Comparison(folder=folder, results=results, exit_code=0)
 
 
@@ -106,4 +112,5 @@ def _load_runs(study: Study, file: Path) -> list[dict[str, Any]]:
     if content["sha256"] != study.sha256:
         raise InputError(f"{file} belongs to another registration of the study; --out FOLDER begins anew")
     runs: list[dict[str, Any]] = content["runs"]
-    return runs
+    made = {"made": content["made"]} if "made" in content else {}
+    return [{**run, **made} for run in runs]

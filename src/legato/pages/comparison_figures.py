@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-from legato.diagnostics.statistics.paired import mean_interval
+from legato.diagnostics.statistics.paired import mean_interval, share_interval
 from legato.diagnostics.statistics.seeds import mean
 from legato.pages.comparison_tables import Results, label
 from legato.pages.curves import round_six, thin
@@ -37,7 +37,7 @@ def learning(runs: Sequence[Run], colours: Mapping[str, str], at: str, *, wide: 
     data: list[Trace] = []
     steps = sorted({each["step"] for run in runs for each in run["evaluations"]})
     for arm, colour in colours.items():
-        data += over_seeds([_course(run, steps) for run in runs if run["arm"] == arm], arm, colour)
+        data += over_seeds([_course(run, steps) for run in runs if run["arm"] == arm], arm, colour, of_shares=True)
     caption = "Sampled accuracy on held-out problems: mean and 95 % interval over seeds. A failed run stays where it was."
     return figure(f"Learning{at}", caption, data, shares("accuracy"), wide=wide, keys=["eval/accuracy_sampled"])
 
@@ -54,15 +54,18 @@ def _course(run: Run, steps: Sequence[int]) -> dict[float, float]:
 def _clipping(runs: Sequence[Run], colours: Mapping[str, str], at: str) -> Figure | None:
     data: list[Trace] = []
     for arm, colour in colours.items():
-        data += over_seeds([dict(run["clip"]) for run in runs if run["arm"] == arm], arm, colour)
+        data += over_seeds([dict(run["clip"]) for run in runs if run["arm"] == arm], arm, colour, of_shares=True)
     caption = "Share of tokens that the trust region left without a gradient: mean and 95 % interval over seeds."
     return figure(f"Clipped tokens{at}", caption, data, shares("share of tokens", whole=False), keys=["clip/tokens"])
 
 
-def over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str, last: float | None = None) -> list[Trace]:
+def over_seeds(
+    courses: Sequence[Mapping[float, float]], name: str, colour: str, last: float | None = None, *, of_shares: bool = False
+) -> list[Trace]:
     """Return traces of the mean and its interval over seeds, at each step over the seeds that have it.
 
-    `last` is the last step of the arm, if other figures may know later steps than these courses.
+    `last` is the last step of the arm, if other figures may know later steps than these courses. `of_shares`: the values are
+    shares, so that no interval leaves 0 to 1.
     """
     steps = sorted({step for course in courses for step in course})
     steps = [steps[index] for index in thin(len(steps), BANDS)]
@@ -70,7 +73,7 @@ def over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str,
     x = [float(step) for step in steps]
     label_text = _safe(name)
     average = line(x, [round_six(mean(values[step])) for step in steps], label_text, colour)
-    around = {step: mean_interval(values[step]) for step in steps}
+    around = {step: (share_interval if of_shares else mean_interval)(values[step]) for step in steps}
     if not steps:
         return []
     low = [round_six(mean(values[step]) if (ends := around[step]) is None else ends[0]) for step in steps]

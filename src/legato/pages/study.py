@@ -1,6 +1,7 @@
 """`study.html` and `study.md`: the registration of a study, its comparisons and verdict, and the figures."""
 
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ VERDICTS = {
     "undecided": "Undecided: neither all conditions for it nor any against it hold.",
     "unfinished": "Unfinished: nothing is compared before every run has ended.",
 }
+
+
+FAILED = ("failed", "unhealthy")
+"""Endings that were neither the last step nor a collapse."""
 
 
 def write_study_page(folder: Path, results: Results) -> None:
@@ -49,7 +54,7 @@ def tables(results: Results) -> list[Table]:
         note = "Scores are shown when the last run has ended."
         return [Table(title="Progress", note=note, headings=("ended", "runs"), rows=(row,)), _power(results)]
     runs = _survival(results) if results.get("measure") is None else _measurement_table(results)
-    return [_comparisons(results), _endpoints(results), runs, _power(results)]
+    return [_comparisons(results), _endpoints(results), runs, *_failures(results), _power(results)]
 
 
 def figures(results: Results) -> list[Figure]:
@@ -181,6 +186,13 @@ def _survival(results: Results) -> Table:
     return Table(title="Runs that survived", note=results["collapse"], headings=("bed and arm", *labels), rows=tuple(rows))
 
 
+def _failures(results: Results) -> list[Table]:
+    """The runs that an error or the health watch ended: in the table of survivors they look as if they had collapsed."""
+    rows = tuple((run["name"], run["status"], run["reason"]) for run in results["runs"] if run["status"] in FAILED)
+    note = "They count with the last accuracy that they measured, or 0 without one; on a frontier they did not survive."
+    return [Table(title="Runs that failed", note=note, headings=("run", "status", "why"), rows=rows)] if rows else []
+
+
 def _measurement_table(results: Results) -> Table:
     """Mean and range over seeds of every arm at every swept value."""
     rows = []
@@ -212,14 +224,23 @@ def _power(results: Results) -> Table:
 
 
 def _facts(results: Results) -> dict[str, str]:
-    registered = results["registration"]["registered"]
     return {
-        "Registered": f"{registered['commit'][:12]}, {registered['date']}" if registered else "not in a commit",
+        "Registered": _registered(results["registration"]),
         "Seeds": ", ".join(map(str, results["seeds"])) + (" (pilot)" if results["pilot"] else ""),
         "Confirmed if": results["confirmed"],
         "Refuted if": results["refuted"],
         "Written": results["written"],
     }
+
+
+def _registered(registration: Mapping[str, Any]) -> str:
+    """The commit of the registration, and whether it came too late."""
+    registered, begun = registration["registered"], registration.get("begun")  # `begun` is absent from older results
+    if not registered:
+        return "not in a commit"
+    named = f"{registered['commit'][:12]}, {registered['date']}"
+    late = begun is not None and datetime.fromisoformat(registered["date"]) > datetime.fromisoformat(begun)
+    return f"{named}, after its first run had begun ({begun})" if late else named
 
 
 def _head(results: Results) -> str:

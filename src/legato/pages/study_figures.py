@@ -283,7 +283,7 @@ def _losses(results: Results) -> Figure | None:
     scores = {(run["bed"], run["arm"], run["seed"]): run["score"] or 0.0 for run in results["runs"]}
     traces: list[Trace] = []
     for number, arm in enumerate(arms):
-        rows = [[scores[common, arm, seed] - scores[bed, arm, seed] for seed in results["seeds"]] for bed in beds]
+        rows = [[100 * (scores[common, arm, seed] - scores[bed, arm, seed]) for seed in results["seeds"]] for bed in beds]
         at = [_beside(place, number, len(arms), gap=0.4) for place in range(len(beds))]
         summary = _points(arm, [x + 0.06 for x in at], rows, number, lines=False, shares=False)
         dots = {
@@ -299,7 +299,7 @@ def _losses(results: Results) -> Figure | None:
     zero = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 0.0, "y1": 0.0, "line": {"dash": "dot"}}
     layout = {
         "xaxis": _categories(beds, f"bed (small dots: {len(results['seeds'])} seeds; bars: 95 % interval of each mean)"),
-        "yaxis": {"tickformat": ".0%", "title": {"text": f"accuracy lost beside {common}"}},
+        "yaxis": {"title": {"text": f"points of accuracy lost beside {common}"}},
         "shapes": [zero],
         "hovermode": "closest",
     }
@@ -347,11 +347,14 @@ def _curves(results: Results) -> dict[str, Figure | None]:
 
 def _with_note(shown: str, results: Results) -> str:
     """The title of an axis that says what the bars are: figures are quoted without their captions."""
-    return f"{shown} (means of {len(results['seeds'])} seeds, bars: 95 % intervals)"
+    return f"{shown} (means of {len(results['seeds'])} seeds, bars: 95 % interval of each)"
 
 
 def _note(results: Results) -> str:
-    return f"Mean over {len(results['seeds'])} seeds with 95 % intervals."
+    return (
+        f"Mean over {len(results['seeds'])} seeds, with the 95 % interval of each mean. The comparisons are made seed by"
+        " seed: bars that overlap do not say that arms are alike."
+    )
 
 
 # Measurements

@@ -478,7 +478,10 @@ def latest(checkpoints: Path) -> tuple[Path, list[str]]:
             )
         except DamagedError as damage:
             warnings.append(f"checkpoint {folder.name} is damaged and is not used: {damage}")
-    when = "" if warnings else "; a run writes one every output.checkpoint_every_steps steps and when it ends"
+    when = (
+        "; a run writes one every output.checkpoint_every_steps steps, and when it ends if output.checkpoint_at_end = true"
+    )
+    when = "" if warnings else when
     raise InputError("\n".join([f"{checkpoints} holds no whole checkpoint{when}", *warnings]))
 
 
