@@ -12,7 +12,8 @@ The same requests (token ids, a seed each, log-probs wanted, no end token) are a
     stream    the same with streamed answers
 
 Clients run in processes of their own (`--processes`), so that their work does not slow the server's interpreter down; on a
-machine with few cores it slows the server all the same. The target is 85 % of `direct` for 256 clients on a GPU.
+machine with few cores it slows the server all the same. The target is 85 % of `direct` for 256 clients on a GPU. A result
+replaces those of the same load; the variable COMMIT names the commit where there is no history.
 """
 
 import argparse
@@ -330,6 +331,8 @@ def measure(shape: str, load: Load, *, rows: int, processes: int, repeats: int) 
         "ways": middle,
         "share_of_direct": {name: middle[name]["tokens_per_second"] / direct for name in ("whole", "stream")},
         "target": TARGET,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": os.environ.get("COMMIT", ""),
     }
 
 

@@ -14,14 +14,13 @@ SGLANG_PARTS = {
     "publish": "publishes",
     "across": "a publish with requests in flight",
     "kill": "SIGKILL during a batch",
+    "learn": "a run that trains",
 }
-"""The checks of benchmarks/gpu/with_sglang.py, in order: the names of their rows, and what they check."""
+"""The names of rows and what they check, in order: those of benchmarks/gpu/with_sglang.py, and learn_at_sglang.py."""
 NOT_RUN = "not run"
 """What the row of a check says for which no time was left."""
 SHOWN_AS = {"SGLang 0.5.17": "seconds until SGLang 0.5.17 answered", "versions": "versions of the tokens"}
 """Rows of the stored results that say too little."""
-CORRECTED = {"6a1c853": "244d41c"}
-"""Commit whose checks stopped -> the commit that corrected why, until they are run again."""
 
 
 def load(name: str) -> Any:
@@ -33,8 +32,8 @@ def load(name: str) -> Any:
 def serve_block() -> str:
     """Tokens per second through `legato serve` beside the engine called directly."""
     lines = [
-        "| model | device | clients x requests | prompt + response | direct, tokens/s | whole answers | streams |",
-        "|---|---|---|---|---|---|---|",
+        "| model | device | clients x requests | prompt + response | direct, tokens/s | whole answers | streams | rounds | when |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for each in load("serve"):
         asked, ways = each["load"], each["ways"]
@@ -49,9 +48,11 @@ def serve_block() -> str:
             f"{asked['prompt']} + {length}",
             f"{ways['direct']['tokens_per_second']:,.0f}",
             *shares,
+            str(each["repeats"]),
+            ", ".join(filter(None, [each.get("date"), each.get("commit")])),
         )
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"Medians of some rounds in turn. {stored_by('serve')}"])
+    return "\n".join([*lines, "", f"Medians of rounds in turn; of two, the faster. {stored_by('serve')}"])
 
 
 def ahead_block() -> str:
@@ -107,28 +108,30 @@ def vllm_block() -> str:
 
 
 def sglang_block() -> str:
-    """What the checks against a real SGLang read."""
-    results = load("sglang-gpu")
+    """What the checks against a real SGLang read: the stored file is a list of what several commands printed."""
+    tables = load("sglang-gpu")
     values: dict[tuple[str, str], list[str]] = {}
-    for part, what, value in results["rows"]:
-        if what != NOT_RUN:
-            values.setdefault((part, SHOWN_AS.get(what, what)), []).append(_show(value))
-    rows = [f"| {part} | {what} | {'; '.join(shown)} |" for (part, what), shown in values.items()]
-    checked = {part for part, _ in values} - {results.get("stopped_in")}
+    checked = set()
+    for table in tables:
+        rows = [(part, SHOWN_AS.get(what, what), value) for part, what, value in table["rows"] if what != NOT_RUN]
+        for part, what, value in rows:
+            values.setdefault((part, what), []).append(_show(value))
+        checked |= {part for part, _, _ in rows} - {table.get("stopped_in")}
+    order = list(SGLANG_PARTS)
+    shown = sorted(values.items(), key=lambda item: order.index(item[0][0]))
     missing = [part for part in SGLANG_PARTS if part not in checked]
-    told = [
-        "A gap is the difference between SGLang's log-prob of a token and the policy's own.",
-        f"Read on {results['day']}.",
-    ]
-    told += [results["note"]] if "note" in results else []
-    if "failed" in results and missing:
-        corrected = CORRECTED.get(results["commit"])
-        later = f" (corrected by commit {corrected} and not run again since)" if corrected else ""
-        told.append(f"The checks stopped at {SGLANG_PARTS[missing[0]]}{later}.")
+    told = ["A gap is the difference between SGLang's log-prob of a token and the policy's own."]
+    for table in tables:
+        parts = [SGLANG_PARTS[part] for part in order if any(part == row[0] for row in table["rows"])]
+        told.append(f"Read on {table['day']}, commit {table['commit']}: {', '.join(parts)}.")
+        told += [table["note"]] if "note" in table else []
+        if "failed" in table and (stopped := table.get("stopped_in")) is not None and stopped in missing:
+            told.append(f"The checks stopped at {SGLANG_PARTS[stopped]}.")
     if missing:
         told.append(f"**Not checked at a real SGLang: {'; '.join(SGLANG_PARTS[part] for part in missing)}.**")
     told.append(stored_by("sglang-gpu"))
-    return "\n".join(["| check | what was measured | value |", "|---|---|---|", *rows, "", " ".join(told)])
+    lines = [f"| {part} | {what} | {'; '.join(each)} |" for (part, what), each in shown]
+    return "\n".join(["| check | what was measured | value |", "|---|---|---|", *lines, "", " ".join(told)])
 
 
 def _show(value: Any) -> str:

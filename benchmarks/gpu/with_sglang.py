@@ -66,7 +66,7 @@ WITHOUT_GRAPHS = ("--disable-cuda-graph",)
 WITH_GRAPHS = ("--cuda-graph-max-bs", "64")
 STANDING_IN = ("torchvision",)
 """Packages that SGLang imports and a dense model never calls: stand-ins take their place where they are missing."""
-CHOICES = tuple(SGLANG_PARTS)[1:]
+CHOICES = tuple(part for part in SGLANG_PARTS if part not in ("start", "learn"))
 """The checks that may be left out: all but the start."""
 LOG_CHARACTERS = 6000
 """How much of the end of a server's log is shown."""
