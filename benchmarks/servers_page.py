@@ -31,10 +31,8 @@ def load(name: str) -> Any:
 
 def serve_block() -> str:
     """Tokens per second through `legato serve` beside the engine called directly."""
-    lines = [
-        "| model | device | clients x requests | prompt + response | direct, tokens/s | whole answers | streams | rounds | when |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    names = ("model", "device", "clients x requests", "prompt + response", "direct, tokens/s", "whole answers", "streams")
+    lines = [f"| {' | '.join((*names, 'rounds', 'when'))} |", "|" + "---|" * (len(names) + 2)]
     for each in load("serve"):
         asked, ways = each["load"], each["ways"]
         shares = [

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import legato
+from benchmarks.gpu.learn_at_sglang import OPTIONS, count_digits
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.model.tiny import TinyShape
 from legato.policy.policy import Policy
@@ -204,31 +205,15 @@ def test_a_server_killed_in_a_batch_loses_no_response_and_comes_back(
     assert largest_gap(policy, batch, rows, 1.0) <= 1e-4 and fleet.servers[1].counts.responses > 0
 
 
-def count_digits(rollout: Any) -> float:
-    return sum(letter.isdigit() for letter in rollout.text[:6]) / 6
-
-
 def train(fleet: Fleet | None, folder: Path, name: str, seed: int, **changes: Any) -> legato.Run:
     """A run that learns to write digits, at the servers of this module or locally. It publishes its own weights first."""
     options: dict[str, Any] = {
+        **OPTIONS,
         "output.directory": str(folder),
         "output.name": name,
         "training.seed": seed,
-        "training.steps": 40,
-        "training.prompts_per_step": 8,
-        "training.updates_per_step": 2,
-        "training.lr": 3e-3,
-        "training.warm_up_updates": 0,
-        "rollouts.samples_per_prompt": 8,
-        "rollouts.max_response_tokens": 6,
-        "policy.max_prompt_tokens": 24,
         "policy.dtype": "float32",
         "policy.device": "cpu",
-        "policy.tiny.hidden": 64,
-        "policy.tiny.heads": 2,
-        "policy.tiny.tied": False,
-        "task.held_out": 64,
-        "evaluation.every_steps": 0,
         **changes,
     }
     with pytest.MonkeyPatch.context() as patch:
