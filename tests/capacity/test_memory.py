@@ -47,15 +47,19 @@ def test_a_plan_has_the_demand_of_the_run(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
-def test_every_gpu_holds_the_routes_of_all_rows_of_a_step(gpus: int) -> None:
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_gpu_holds_the_trainers_routes_of_its_own_rows_and_all_others(gpus: int, epochs: int) -> None:
     options = {"policy.model": "tiny-moe", "training.routing_replay": "R2", "training.prompts_per_step": 8}
+    options |= {"training.epochs_per_step": epochs}
     resolved = load([], (), {**SMALL, **options})
     config = resolved.config
     policy = policy_of(resolved, PythonObjects())
     of_run = run_memory.demand_of(resolved, policy, gpus)
     of_plan = demand_of(setup_of(resolved, find_model("tiny-moe", config.policy.tiny), setup().hardware, gpus), 0)
     assert of_plan.routed == of_run.routed > 0 and of_plan.replayed == of_run.replayed
-    assert of_plan.routed == 8 * config.rollouts.samples_per_prompt * config.rollouts.max_response_tokens
+    assert of_plan.engine_routed == of_run.engine_routed
+    written = 8 * config.rollouts.samples_per_prompt * config.rollouts.max_response_tokens
+    assert of_plan.engine_routed == written and of_plan.routed == (written // gpus if epochs == 1 else written)
 
 
 @pytest.mark.parametrize("gpus", [1, 3, 8])

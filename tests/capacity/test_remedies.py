@@ -106,11 +106,8 @@ def test_the_table_has_the_same_load_on_each_gpu() -> None:
     # No more than communication is lost.
     rates = [plan.tokens_per_second / plan.setup.gpus for plan in plans if plan is not None and plan.tokens_per_second]
     assert len(rates) == 4 and min(rates) > 0.9 * max(rates)
-    assert large[0].plan is None
+    assert [cell.plan is None for cell in (large[0], *mixture[:2])] == [True] * 3
     assert all(
-        cell.plan is not None and cell.plan.setup.servers and cell.plan.tokens_per_second is None for cell in large[1:]
+        cell.plan is not None and cell.plan.setup.servers and cell.plan.tokens_per_second is None
+        for cell in (*large[1:], *mixture[2:])
     )
-    # Every GPU holds the routes of all rows of a step, and there are 512 times as many. Those of fewer rows fit.
-    assert [cell.plan for cell in mixture] == [None] * 4
-    fewer = fit_without_other_results(setup("qwen3-235b-a22b", 64))
-    assert fewer is not None and fewer.setup.servers

@@ -90,7 +90,7 @@ def test_the_shares_of_the_balance_are_of_the_experts_that_were_used() -> None:
     tables = tables_of(policy, value, batch, [update], replay="R2")
     assert tables.old_experts is not None
     counts = torch.stack(
-        [torch.bincount(tables.old_experts[batch.texts.mask][:, m].flatten().long(), minlength=4) for m in (0, 1)]
+        [torch.bincount(tables.old_experts.values[batch.texts.mask][:, m].flatten().long(), minlength=4) for m in (0, 1)]
     )
     move_weights(policy, 0.1)
     traffic = policy.score(tables.texts, update.rows, replace(directions_of(tables), count=True)).traffic

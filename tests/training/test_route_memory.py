@@ -22,7 +22,8 @@ def test_route_tables_need_the_estimated_bytes(replay: str) -> None:
     policy, batch = exact_policy(), batch_by_hand()
     batch = replace(batch, routes=routes_of(policy, batch))
     tables = tables_of(policy, gspo(), batch, [one_update(batch)], replay=replay)
-    tensors: list[Any] = [tables.old_experts, tables.old_router_logprobs, tables.sampler_experts]
+    assert tables.old_experts is not None and tables.old_router_logprobs is not None
+    tensors: list[Any] = [tables.old_experts.values, tables.old_router_logprobs.values, tables.sampler_experts]
     if tables.replay is not None:
         tensors += [tables.replay.experts, tables.replay.tokens]
     written = batch.texts.tokens.numel()
@@ -31,7 +32,7 @@ def test_route_tables_need_the_estimated_bytes(replay: str) -> None:
         size=8,
         tokens_per_pack=0,
         routed=written,
-        engine_routes=True,
+        engine_routed=written,
         replayed=0 if replay == "off" else written + batch.texts.prompts.numel(),
     )
     assert demand.memory(checkpointing=False).routes == sum(table.nbytes for table in tensors)

@@ -117,15 +117,16 @@ def demand_of(setup: Setup, slots: int, kept: str = KEPT[0]) -> Demand:
 def _routes(setup: Setup) -> dict[str, Any]:
     """The demand of recorded routes for a mixture, with every response at its limit.
 
-    Every rank has the tables of all rows of a step; what is computed in an update is that of its own rows.
+    A rank has the trainer's routes of its own rows, and the engine's and those that are replayed of all rows of a step. A
+    server reports no routes.
     """
     if not setup.model.is_mixture:
         return {}
     responses = setup.samples * setup.response_tokens
     share = setup.share_of_update(setup.prompt_tokens, setup.response_tokens)
     return {
-        "routed": setup.prompts * responses,
+        "routed": (setup.prompts if setup.epochs > 1 else setup.groups) * responses,
         "routed_per_update": share.responses * setup.response_tokens,
-        "engine_routes": setup.engine_routes,
+        "engine_routed": setup.prompts * responses if setup.engine_routes and not setup.servers else 0,
         "replayed": setup.prompts * (responses + setup.prompt_tokens) if setup.routing_replay else 0,
     }

@@ -69,7 +69,7 @@ def demand_of(resolved: Resolved, policy: Policy, ranks: int = 1) -> Demand:
         ),
         sharing=(prompt + each * (prompt + response)) / group,
         longest=prompt + response,
-        **_routes(resolved, policy),
+        **_routes(resolved, policy, ranks),
     )
 
 
@@ -82,7 +82,7 @@ def _demand_in(room: int | None, resolved: Resolved, policy: Policy, ranks: int)
     return limit_cache(demand, room, config.rollouts.kv_memory_share, row)
 
 
-def _routes(resolved: Resolved, policy: Policy) -> dict[str, Any]:
+def _routes(resolved: Resolved, policy: Policy, ranks: int) -> dict[str, Any]:
     """The demand of recorded routes for a mixture of experts, with every response at its length limit."""
     if policy.routers is None:
         return {}
@@ -91,10 +91,13 @@ def _routes(resolved: Resolved, policy: Policy) -> dict[str, Any]:
     sampled, replayed = (
         training.prompts_per_step * each for each in (responses, responses + config.policy.max_prompt_tokens)
     )
+    # Later epochs deal rows anew, and then every rank holds the routes of all rows (training/anchor.py).
+    own = sampled if training.epochs_per_step > 1 else -(-training.prompts_per_step // ranks) * responses
+    recorded = config.rollouts.record_routes is not False and not is_remote(config.rollouts.engine)
     return {
-        "routed": sampled,
+        "routed": own,
         "routed_per_update": -(-training.prompts_per_step // training.updates_per_step) * responses,
-        "engine_routes": config.rollouts.record_routes is not False,
+        "engine_routed": sampled if recorded else 0,
         "replayed": 0 if training.routing_replay == "off" else replayed,
     }
 

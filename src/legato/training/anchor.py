@@ -5,12 +5,14 @@ Scored in the same micro-batches by the same code, the old log-probs equal the f
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
 from legato.core.device import to_device
+from legato.core.row_table import RowTable
 from legato.core.scope import Scope
 from legato.core.world import OneProcess, World
 from legato.policy.experts.routing import Directions, Record
@@ -67,7 +69,8 @@ def anchor(
     must_score = policy.value_head is not None or (policy.routers is not None and (replay == "R2" or shift))
     if choice == "sampler" and not must_score:
         anchored = torch.ones(len(tables.batch), dtype=torch.bool)
-        tables = replace(tables, old_logprobs=tables.sampler_logprobs, anchored=anchored, old_experts=tables.sampler_experts)
+        experts = None if tables.sampler_experts is None else RowTable.whole(tables.sampler_experts)
+        tables = replace(tables, old_logprobs=tables.sampler_logprobs, anchored=anchored, old_experts=experts)
     else:
         later = skip_first and policy.value_head is None and choice != "sampler"
         chosen = [update for update in everything if update.index > 0] if later else everything
@@ -99,8 +102,10 @@ def _score_old_policy(
     anchored = torch.zeros(len(texts), dtype=torch.bool)
     for rows in _drop_silent(silent, [rows for update in updates for rows in update.micro_batches]):
         anchored[rows] = True
-    routes = _Routes(tables, policy, replay) if isinstance(policy, Policy) and policy.routers is not None else None
     own = _drop_silent(silent, [rows for update in updates for rows in update.share(world.rank)])
+    routes = None
+    if isinstance(policy, Policy) and policy.routers is not None:
+        routes = _Routes(tables, policy, replay, anchored.nonzero().squeeze(1) if spread_routes else _joined(own))
     idle = count_idle_passes(policy, len(own), world)
     for rows in own:
         place = to_device(rows, device)
@@ -125,15 +130,22 @@ def _drop_silent(silent: Tensor | None, micro_batches: Sequence[Tensor]) -> list
     return [rows for rows in remaining if len(rows)]
 
 
+def _joined(micro_batches: Sequence[Tensor]) -> Tensor:
+    """The rows of these micro-batches, ascending."""
+    return torch.cat(list(micro_batches)).sort().values if micro_batches else torch.zeros(0, dtype=torch.int64)
+
+
 class _Routes:
     """Collects the choices of the old policy's routers while it is scored."""
 
-    def __init__(self, tables: Tables, policy: Policy, replay: str) -> None:
+    def __init__(self, tables: Tables, policy: Policy, replay: str, rows: Tensor) -> None:
+        """`rows`: those whose routes this process needs in the updates."""
         assert policy.routers is not None
         self.texts, self.policy = tables.texts, policy
-        shape = (*tables.texts.tokens.shape, *policy.routers.shape)
-        self.experts = torch.zeros(shape, dtype=policy.routers.index, device=tables.device)
-        self.logprobs = torch.zeros(shape, dtype=policy.dtype, device=tables.device)
+        count, width = tables.texts.tokens.shape
+        zeros = partial(RowTable.zeros, rows, count, (width, *policy.routers.shape), device=tables.device)
+        self.experts = zeros(dtype=policy.routers.index)
+        self.logprobs = zeros(dtype=policy.dtype)
         self.record = Record.empty(tables.texts, policy.routers, tables.device) if replay == "R2" else None
         self.directions = Directions(replay=tables.replay if replay == "R3" else None)
 
@@ -141,9 +153,8 @@ class _Routes:
         """The channels of some rows; `place`: the same rows on the device."""
         channels = self.policy.score(self.texts, rows, self.directions)
         assert channels.routed is not None and channels.traffic is not None
-        width = channels.routed.experts.shape[1]
-        self.experts[place, :width] = channels.routed.experts
-        self.logprobs[place, :width] = channels.routed.logprobs
+        self.experts.write(place, channels.routed.experts)
+        self.logprobs.write(place, channels.routed.logprobs)
         if self.record is not None:
             self.record.note(channels.traffic)
         return channels
@@ -164,7 +175,10 @@ class _Routes:
             experts, tokens = self.record.experts.clone(), self.record.tokens + 1
             experts[places], tokens[places] = 0, 0
             self.record = replace(self.record, experts=world.sum_table(experts), tokens=world.sum_table(tokens) - 1)
-        self.experts, self.logprobs = world.sum_table(self.experts), world.sum_table(self.logprobs)
+        # All ranks hold the same rows, and each row was scored by one of them.
+        self.experts, self.logprobs = (
+            replace(table, values=world.sum_table(table.values)) for table in (self.experts, self.logprobs)
+        )
 
     def add_to(self, tables: Tables) -> Tables:
         return replace(

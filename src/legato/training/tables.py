@@ -10,6 +10,7 @@ from legato.advantages.filters import Overlong, Samples
 from legato.algorithms.algorithm import Algorithm
 from legato.core.batch import Batch
 from legato.core.mask import Mask
+from legato.core.row_table import RowTable
 from legato.core.segments import renumber
 from legato.core.signals import RouterSignals, Signals
 from legato.core.texts import Texts
@@ -44,9 +45,10 @@ class Tables:
     keep: Tensor | None = None
     """[B, 1], 0 where a filter dropped the response."""
     routers: Routers | None = None
-    old_experts: Tensor | None = None
-    """[B, T, M, K]: which experts the old policy chose at the position that predicts a token."""
-    old_router_logprobs: Tensor | None = None
+    old_experts: RowTable | None = None
+    """[B, T, M, K]: which experts the old policy chose at the position that predicts a token, for the rows that this process
+    trains on and whose update is not their own anchor."""
+    old_router_logprobs: RowTable | None = None
     """[B, T, M, K]: log-probs of `old_experts`; None if the engine is the anchor, since it reports none."""
     sampler_experts: Tensor | None = None
     """[B, T, M, K]: the experts the engine chose, if it records them."""
@@ -231,7 +233,7 @@ class Tables:
             return torch.ones_like(routed.entropy)
         if self.old_router_logprobs is None:
             return None
-        return router_shift(self.old_router_logprobs[rows, : routed.logprobs.shape[1]], routed.logprobs)
+        return router_shift(self.old_router_logprobs.part(rows, routed.logprobs.shape[1]), routed.logprobs)
 
     def _router(self, routed: Routed, rows: Tensor, own_anchor: bool, first: bool) -> RouterSignals:
         """The routers' choices now, under the old policy and in the engine."""
@@ -242,7 +244,9 @@ class Tables:
             return None if table is None else table[rows, :width]
 
         recomputed = self.old_router_logprobs is not None
-        old = routed.experts if own_anchor else part(self.old_experts)
+        old = routed.experts if own_anchor else None
+        if not own_anchor and self.old_experts is not None:
+            old = self.old_experts.part(rows, width)
         return RouterSignals(
             experts=routed.experts,
             entropy=routed.entropy,

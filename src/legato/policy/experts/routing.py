@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from legato.core.device import to_device
 from legato.core.rollout import Routes
+from legato.core.row_table import RowTable
 from legato.core.texts import Texts
 from legato.errors import InputError
 from legato.policy.experts.routers import Routers
@@ -89,7 +90,7 @@ class Balance:
 class Directions:
     """What a pass records and forces at its routers. Without directions a pass runs without router hooks."""
 
-    old: Tensor | None = None
+    old: RowTable | None = None
     """[B, T, M, K]: experts whose log-probs are computed; None: those the routers choose now."""
     replay: Record | None = None
     noise: Tensor | None = None
@@ -240,7 +241,7 @@ class Tap:
         assert logits.shape[1] == len(self.routers.modules), "a router of the body was not passed"
         logprobs, probabilities = _softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)))
         old, shape = self.directions.old, (len(packed.counts), packed.width)
-        scored = at_reads if old is None else old[packed.rows, : shape[1]].flatten(0, 1).index_select(0, packed.place)
+        scored = at_reads if old is None else old.part(packed.rows, shape[1]).flatten(0, 1).index_select(0, packed.place)
         routed = Routed(
             experts=_spread(at_reads, packed.place, shape),
             logprobs=_spread(logprobs.gather(-1, scored.long()), packed.place, shape),

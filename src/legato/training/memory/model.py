@@ -29,9 +29,9 @@ k = key heads x head size, f SwiGLU width; a token uses c of E experts, each of 
 
 Bytes of recorded routes, for M layers with routers and b bytes per expert number (1 up to 256 experts, else 2):
 
-    bMc + 4Mc   per response token of a step: the old policy's choices and their log-probs; bMc more if the engine records
-                its routes
-    bMc + 8     per token of a step, prompts included, if routes are replayed
+    bMc + 4Mc   per response token of a step, of the rows that a rank trains on: the old policy's choices and their log-probs
+    bMc         per response token of a step, of all rows, if the engine records its routes
+    bMc + 8     per token of a step, of all rows and prompts included, if routes are replayed
     2 (bMc + 4Mc) + Mcc + 8M    per response token of an update, while its metrics are computed
     8Mc + ME (2e + 8)           per token of a pack at the end of its forward: choices, logits and their softmax
 
@@ -106,11 +106,11 @@ class Demand:
     longest: int = 0
     """With `tables`: tokens of the longest text, which is the width of the attention bias."""
     routed: int = 0
-    """Response tokens of a step whose routes are recorded; 0: none are."""
+    """Response tokens of a step whose routes the trainer records, of the rows that a rank trains on; 0: none are."""
     routed_per_update: int = 0
     """Response tokens of one update whose routes are recorded."""
-    engine_routes: bool = False
-    """Whether the engine's routes are held beside the trainer's."""
+    engine_routed: int = 0
+    """Response tokens of a step whose routes the engine has recorded; every rank holds those of all rows."""
     replayed: int = 0
     """Tokens of a step, prompts included, whose routes are replayed."""
     several_packs: bool = True
@@ -266,7 +266,7 @@ class Demand:
         shape, exact = self.shape, max(self.size, _FLOAT32)
         choice = shape.sparse_layers * shape.experts_per_token
         index = choice * (1 if shape.experts <= 256 else 2)
-        step = (index * (2 if self.engine_routes else 1) + exact * choice) * self.routed + (index + 8) * self.replayed
+        step = (index + exact * choice) * self.routed + index * self.engine_routed + (index + 8) * self.replayed
         update = 2 * (index + exact * choice) + choice * shape.experts_per_token + 8 * shape.sparse_layers
         logits = shape.sparse_layers * shape.experts * (2 * self.size + 2 * exact)
         return step + update * self.routed_per_update + self.tokens_per_pack * (8 * choice + logits)
