@@ -850,13 +850,17 @@ def _frontier_areas(arm: str, rate: float) -> list[float]:
 
 
 def _length_trained(results: Results) -> list[str]:
-    (axis,) = results["sweep"]
     lines = []
     for bed in results["beds"]:
         starts = [run["start"] for run in results["runs"] if run["bed"] == bed]
-        ends = "; ".join(f"{value:g}: {_shares(results, bed=bed, point={axis: value})}" for value in results["sweep"][axis])
+        ends = "; ".join(
+            f"at {axis} = {value:g} {_shares(results, bed=bed, point={axis: value})}"
+            for axis in results["sweep"]
+            for value in results["sweep"][axis]
+        )
         lines.append(
-            f"{bed.capitalize()} responses start at {100 * math.fsum(starts) / len(starts):.1f} % and end, by learning rate, at {ends}."
+            f"{bed.capitalize()} responses start at {100 * math.fsum(starts) / len(starts):.1f} % and end at"
+            f" {ends or _shares(results, bed=bed)}."
         )
     return [
         *lines,
