@@ -413,14 +413,22 @@ def test_the_registration_is_the_first_commit_with_this_very_file(tmp_path: Path
     git("init", "--quiet")
     study = read_study(study_file(tmp_path))
     assert registering_commit(study.file, study.sha256) is None
+    # A file of which git takes the study for a copy, with another history.
+    (tmp_path / "older.toml").write_text(study.file.read_text().replace("[options]", "[options] # as before"))
+    git("add", "older.toml")
+    git("commit", "--quiet", "-m", "another study")
     git("add", "study.toml")
     git("commit", "--quiet", "-m", "register")
     first = git("rev-parse", "HEAD").strip()
     git("commit", "--quiet", "--allow-empty", "-m", "later")
     registered = registering_commit(study.file, study.sha256)
     assert registered is not None and registered["commit"] == first
-    changed = read_study(study_file(tmp_path, question="Another?"))
-    assert registering_commit(changed.file, changed.sha256) is None
+    for question in ("Another?", "A third?"):
+        changed = read_study(study_file(tmp_path, question=question))
+        assert registering_commit(changed.file, changed.sha256) is None
+        git("commit", "--quiet", "--all", "-m", "register again")
+        registered = registering_commit(changed.file, changed.sha256)
+        assert registered is not None and registered["commit"] == git("rev-parse", "HEAD").strip()
 
 
 def test_a_study_runs_to_its_verdict_and_a_single_run_of_it_again_to_the_same_bits(

@@ -231,16 +231,20 @@ def read_study(path: Path) -> Study:
 def registering_commit(file: Path, sha256: str) -> dict[str, str] | None:
     """The first commit that holds the file with this content, with its date; None outside git or if there is none."""
 
-    def git(*words: str) -> bytes:
-        return subprocess.run(["git", *words], cwd=file.parent, capture_output=True, check=True).stdout
+    def git(*words: str) -> bytes | None:
+        answer = subprocess.run(["git", *words], cwd=file.parent, capture_output=True, check=False)
+        return answer.stdout if answer.returncode == 0 else None
 
     try:
-        history = git("log", "--follow", "--reverse", "--format=%H %cI", "--", file.name).decode().splitlines()
-        for line in history:
+        # Not with --reverse, with which --follow ends at the first copy.
+        history = git("log", "--follow", "--format=%H %cI", "--", file.name) or b""
+        for line in reversed(history.decode().splitlines()):
             commit, date = line.split(" ", 1)
-            if hashlib.sha256(git("show", f"{commit}:./{file.name}")).hexdigest() == sha256:
+            # git follows a file to the one it takes it to be a copy of; there is none of this name at that commit.
+            content = git("show", f"{commit}:./{file.name}")
+            if content is not None and hashlib.sha256(content).hexdigest() == sha256:
                 return {"commit": commit, "date": date}
-    except (OSError, subprocess.CalledProcessError):
+    except OSError:
         return None
     return None
 
