@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import claims, provenance, rates, recipes, repeat, studies
+from benchmarks.readings import READINGS
 from legato.compare.analysis import analyse
 from legato.compare.jobs import points
 from legato.compare.processes import Machine
@@ -148,6 +149,16 @@ def test_accuracies_are_drawn_bed_by_bed() -> None:
     grpo, gspo = drawn["accuracy"].data
     assert grpo["y"] == pytest.approx([0.2201, 0.4201]) and gspo["y"] == pytest.approx([0.4201, 0.8201])
     assert drawn["accuracy"].layout["xaxis"]["ticktext"] == ["exact", "bf16"]
+    # Two arms on a single bed: the seeds, each with its line from arm to arm, and where training began.
+    results = synthetic_scores("score", ["exact"], {})
+    single = study_figures(results | {"runs": [run | {"start": 0.1} for run in results["runs"]]})["accuracy"]
+    *seeds, means = single.data
+    assert [trace["y"] for trace in seeds] == [
+        pytest.approx([0.2 + seed / 1e4, 0.4 + seed / 1e4]) for seed in (200, 201, 202)
+    ]
+    assert means["y"] == pytest.approx([0.2201, 0.4201]) and single.layout["shapes"][0]["y0"] == pytest.approx(0.1)
+    assert "dotted" in draw_svg(single)
+    assert "shapes" not in study_figures(results)["accuracy"].layout  # runs of old versions do not say where they began
     swept = study_figures(synthetic_scores("score", ["short", "long"], {"training.lr": [3e-5, 1e-4, 3e-4]}))
     assert set(swept) == {"accuracy-short", "survival-short", "accuracy-long", "survival-long"}
     assert [trace["y"][0] for trace in swept["accuracy-long"].data] == pytest.approx([0.4201, 0.8201])
@@ -259,9 +270,25 @@ def test_a_registered_study_has_its_reading_before_its_results(name: str) -> Non
         assert comparison.name[1:] in page
     for part in study_figures(results):
         assert f"figures/study-{name}-{part}.svg" in page
-    if name == "real-model":  # t of two degrees of freedom, for one comparison or two, times the error of 256 problems
-        reach = {1: 4.303, 2: 6.205}[len(study.comparisons)] * math.sqrt(2 / 4 / 256 / 3)
-        assert f"an interval of {100 * reach:.0f} points to either side" in page
+
+
+def test_the_reading_of_the_real_model_takes_the_results_of_both_its_registrations() -> None:
+    results = STORED["real-model"]
+    runs = {(run["arm"], run["seed"]): run for run in results["runs"]}
+    pairs = [(runs["gspo", seed]["greedy"], runs["grpo", seed]["greedy"]) for seed in results["seeds"]]
+    lead = 100 * sum(gspo - grpo for gspo, grpo in pairs) / len(pairs)
+    page = studies.experiment_page(results)
+    assert f"above in {sum(gspo > grpo for gspo, grpo in pairs)} of 3**, by {lead:+.1f} (" in page
+    assert f"in its {results['runs'][0]['steps']} steps" in page
+    # The registration of 18 November had two learning rates and a second comparison.
+    swept = [run | {"point": {"training.lr": lr}} for lr in (1e-5, 3e-5) for run in results["runs"]]
+    earlier = results | {"sweep": {"training.lr": [1e-5, 3e-5]}, "runs": swept, "comparisons": 2 * results["comparisons"]}
+    reading = "\n".join(READINGS["real-model"](earlier))
+    assert (
+        "at training.lr = 3e-05 grpo 30.7 %" in reading and "The opposite case" in reading and "Exploratory" not in reading
+    )
+    for text, t in ((page, 4.303), (reading, 6.205)):  # of two degrees of freedom, for one comparison or two
+        assert f"an interval of {100 * t * math.sqrt(2 / 4 / 128 / 3):.0f} points to either side" in text
 
 
 def test_every_verdict_of_the_ledger_has_a_stored_file_and_a_command() -> None:

@@ -246,15 +246,18 @@ def _scores_over(
 
 
 def _scores_by_bed(results: Results) -> dict[str, Figure | None]:
-    """Accuracy at the end: arms beside each other on every bed; on a single bed, arm by arm."""
+    """Accuracy at the end: arms beside each other on every bed; on a single bed, arm by arm. Where a study compares two arms
+    by it, also the seeds and where training began."""
     beds, arms = list(results["beds"]), list(results["arms"])
+    two = len(beds) == 1 and len(arms) == 2 and results["endpoint"]["kind"] == "score"
     scores = {
         (bed, arm): [run["score"] or 0.0 for run in results["runs"] if (run["bed"], run["arm"]) == (bed, arm)]
         for bed in beds
         for arm in arms
     }
     if len(beds) == 1:
-        traces = [_points("", list(range(len(arms))), [scores[beds[0], arm] for arm in arms], 0, lines=False)]
+        pairs = _pairs(results) if two else []
+        traces = [*pairs, _points("", list(range(len(arms))), [scores[beds[0], arm] for arm in arms], 0, lines=False)]
         xaxis = _categories(arms, _with_note("arm", results))
     else:
         traces = [
@@ -269,9 +272,35 @@ def _scores_by_bed(results: Results) -> dict[str, Figure | None]:
         ]
         xaxis = _categories(beds, _with_note("bed", results))
     layout = {"xaxis": xaxis, "yaxis": _ACCURACY, "hovermode": "closest"}
+    starts = [run.get("start") for run in results["runs"]]
+    if two and None not in starts:
+        start = math.fsum(starts) / len(starts)
+        layout["shapes"] = [
+            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": start, "y1": start, "line": {"dash": "dot"}}
+        ]
+        note = f"large dots: means of {len(results['seeds'])} seeds, bars: 95 % interval of each"
+        xaxis["title"] = {"text": f"arm ({note}; grey: seeds; dotted: mean at the start)"}
     registered = "" if results["endpoint"]["kind"] == "score" else "Not registered as an endpoint. "
     accuracy = figure("Accuracy at the end", f"{registered}{_note(results)}", traces, layout)
     return {"accuracy": accuracy, "loss": _losses(results)}
+
+
+def _pairs(results: Results) -> list[Trace]:
+    """The runs of each seed as small dots with a line between the arms: these are what a comparison of two arms compares."""
+    scores = {(run["arm"], run["seed"]): run["score"] or 0.0 for run in results["runs"]}
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": f"seed {seed}",
+            "showlegend": False,
+            "x": [0.06, 0.94],  # inside of the means, whose bars would hide them
+            "y": [scores[arm, seed] for arm in results["arms"]],
+            "line": {"color": "#9aa5b5", "width": 1},
+            "marker": {"color": "#9aa5b5", "size": 5},
+        }
+        for seed in results["seeds"]
+    ]
 
 
 def _losses(results: Results) -> Figure | None:
