@@ -935,7 +935,7 @@ def _real_model_afterwards(results: Results, needed: int) -> list[str]:
         table.append(f"| {seed} | {' | '.join(f'{100 * share:.1f} %' for share in row)} |")
     return [
         "**The registration was narrowed after pilots.** That of 18 November (2385080) swept 1e-5 and 3e-5, compared the arms at 3e-5, and had GRPO with Routing Replay as a"
-        " third. Then three pilots of GSPO at 3e-5 lost most of their accuracy within three steps; their records are not in this repository. So neither that rate nor"
+        " third. Then three pilots of GSPO at 3e-5 lost most of their accuracy within three steps (studies/pilots/real-model.json). So neither that rate nor"
         " Routing Replay was studied. 1e-5 was taken without a pilot of its own, and GRPO was not piloted.",
         f"Arms, rates and steps were cut for GPU time, and the seeds kept at {seeds}. 8 minutes were expected; the slowest run spent {longest:.0f} s in its {steps}"
         f" steps, with all {len(results['runs'])} at once. More seeds would have fitted.",
