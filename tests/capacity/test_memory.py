@@ -47,10 +47,20 @@ def test_a_plan_has_the_demand_of_the_run(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_a_gpu_holds_the_trainers_routes_of_its_own_rows_and_all_others(gpus: int, epochs: int) -> None:
-    options = {"policy.model": "tiny-moe", "training.routing_replay": "R2", "training.prompts_per_step": 8}
-    options |= {"training.epochs_per_step": epochs}
+@pytest.mark.parametrize(
+    ("more", "whole"),
+    [
+        ({}, False),
+        ({"training.epochs_per_step": 2}, True),
+        ({"algorithm.name": "grpo", "algorithm.objective.trust.clip-cov.fraction": 0.2}, True),
+        ({"task.environment": "guess"}, True),
+    ],
+    ids=["own rows", "later epochs", "update scope", "several rows a rollout"],
+)
+def test_a_gpu_holds_the_trainers_routes_of_its_own_rows_and_all_others(
+    gpus: int, more: dict[str, Any], whole: bool
+) -> None:
+    options = {"policy.model": "tiny-moe", "training.routing_replay": "R2", "training.prompts_per_step": 8, **more}
     resolved = load([], (), {**SMALL, **options})
     config = resolved.config
     policy = policy_of(resolved, PythonObjects())
@@ -59,7 +69,7 @@ def test_a_gpu_holds_the_trainers_routes_of_its_own_rows_and_all_others(gpus: in
     assert of_plan.routed == of_run.routed > 0 and of_plan.replayed == of_run.replayed
     assert of_plan.engine_routed == of_run.engine_routed
     written = 8 * config.rollouts.samples_per_prompt * config.rollouts.max_response_tokens
-    assert of_plan.engine_routed == written and of_plan.routed == (written // gpus if epochs == 1 else written)
+    assert of_plan.engine_routed == written and of_plan.routed == (written if whole else written // gpus)
 
 
 @pytest.mark.parametrize("gpus", [1, 3, 8])

@@ -37,7 +37,9 @@ def test_doctor_names_the_next_command(run: RunDirectory, tmp_path: Path) -> Non
     assert next_command(tmp_path / "log.csv", [], True).startswith(f"legato doctor {tmp_path / 'log.csv'} epsilon=")
 
 
-def test_a_run_with_findings_points_at_doctor(run: RunDirectory) -> None:
+def test_a_run_with_findings_or_without_a_checkpoint_points_at_doctor(run: RunDirectory) -> None:
+    assert commands._next_command(run) == f"legato doctor {run.path}", "there are no weights to sample from"
+    run.checkpoint_path(2).mkdir(parents=True)
     assert commands._next_command(run) == f"legato sample {run.path}"
     run.health.append({"kind": "finding", "level": "note", "step": 1})
     assert commands._next_command(run) == f"legato sample {run.path}"

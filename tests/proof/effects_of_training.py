@@ -448,6 +448,15 @@ def which_checkpoints_stay(bench: Bench) -> None:
     assert kept(0, 9) == [5]
 
 
+@effect("output.checkpoint_at_end")
+def whether_the_end_leaves_a_checkpoint(bench: Bench) -> None:
+    def kept(at_end: bool, every: int) -> list[int]:
+        options = {"output.checkpoint_at_end": at_end, "output.checkpoint_every_steps": every, "training.steps": 5}
+        return RunDirectory.open(bench.run(options).folder).checkpoint_steps()
+
+    assert (kept(True, 0), kept(False, 0), kept(False, 2)) == ([5], [], [2, 4])
+
+
 @effect("output.save_in_background")
 def which_thread_writes_checkpoints(bench: Bench) -> None:
     def threads(wanted: str) -> set[str]:

@@ -42,6 +42,12 @@ class _Recorded(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closed
 
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
 
 def joined() -> tuple[_Recorded, JoinedWrites]:
     recorded = _Recorded()
@@ -177,7 +183,6 @@ def test_long_bodies_are_no_long_headers(piece: int) -> None:
             await send({"type": "http.response.body", "body": b"ok"})
 
         protocol, recorded = connect(app)
-        recorded.pause_reading = recorded.resume_reading = lambda: None  # type: ignore[method-assign]
         body = b"b" * (5 * HEADER_BYTES)
         request = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         for _ in range(3):
@@ -190,6 +195,75 @@ def test_long_bodies_are_no_long_headers(piece: int) -> None:
         return sizes
 
     assert asyncio.run(send()) == [5 * HEADER_BYTES] * 3
+
+
+def split(data: bytes, piece: int) -> list[bytes]:
+    return [data[place : place + piece] for place in range(0, len(data), piece)]
+
+
+@pytest.mark.usefixtures("parser")
+@pytest.mark.parametrize("piece", [11, 60, 10_000], ids=["small pieces", "pieces", "one piece"])
+def test_a_client_that_offers_an_upgrade_is_answered_as_any_other(piece: int) -> None:
+    """Java's client does: its first request over plain HTTP offers HTTP/2. The next one on the same connection does not."""
+
+    async def send() -> tuple[list[bytes], int]:
+        bodies: list[bytes] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            body, more = b"", True
+            while more:
+                message = await receive()
+                body, more = body + message["body"], message.get("more_body", False)
+            bodies.append(body)
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"ok"})
+
+        protocol, recorded = connect(app)
+        current = [protocol]
+        recorded.set_protocol = lambda new: current.append(new)  # type: ignore[method-assign]
+        offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+        for headers, body in ((offer, b"GET / HTTP/1.1"), (b"", b"second")):
+            request = b"POST / HTTP/1.1\r\nHost: a\r\n%sContent-Length: %d\r\n\r\n" % (headers, len(body)) + body
+            for data in split(request, piece):
+                current[-1].data_received(data)
+                await asyncio.sleep(0)
+            await asyncio.gather(*current[-1].tasks)
+            await asyncio.sleep(0)
+        current[-1].timeout_keep_alive_task.cancel()
+        assert not recorded.closed and b"".join(recorded.sent).count(b"HTTP/1.1 200") == 2
+        assert len(current[-1].connections) == 1, "the connection is counted once"
+        return bodies, b"".join(recorded.sent).count(b"HTTP/1.1")
+
+    assert asyncio.run(send()) == ([b"GET / HTTP/1.1", b"second"], 2)
+
+
+@pytest.mark.usefixtures("parser")
+@pytest.mark.parametrize(
+    "rest",
+    [b"X: y\r\n" * 40_000, b"X: " + b"y" * 2**19, b"5;" + b"e" * 2**19],
+    ids=["many trailers", "an endless trailer", "an endless extension"],
+)
+def test_what_follows_a_body_in_chunks_is_bounded(rest: bytes) -> None:
+    async def send() -> int:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            while (await receive()).get("more_body"):
+                pass
+
+        protocol, recorded = connect(app)
+        head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        protocol.data_received(head + (b"" if rest.startswith(b"5") else b"0\r\n"))
+        taken = 0
+        for data in split(rest, 4096):
+            if not recorded.closed:
+                protocol.data_received(data)
+                taken += len(data)
+        for task in protocol.tasks:
+            task.cancel()
+        await asyncio.gather(*protocol.tasks, return_exceptions=True)
+        assert recorded.closed
+        return taken
+
+    assert asyncio.run(send()) <= 2 * HEADER_BYTES
 
 
 def test_the_first_of_many_clients_is_answered_before_the_last_is_told() -> None:

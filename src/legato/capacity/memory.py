@@ -125,7 +125,7 @@ def _routes(setup: Setup) -> dict[str, Any]:
     responses = setup.samples * setup.response_tokens
     share = setup.share_of_update(setup.prompt_tokens, setup.response_tokens)
     return {
-        "routed": (setup.prompts if setup.epochs > 1 else setup.groups) * responses,
+        "routed": (setup.prompts if setup.all_routes else setup.groups) * responses,
         "routed_per_update": share.responses * setup.response_tokens,
         "engine_routed": setup.prompts * responses if setup.engine_routes and not setup.servers else 0,
         "replayed": setup.prompts * (responses + setup.prompt_tokens) if setup.routing_replay else 0,

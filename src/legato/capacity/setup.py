@@ -7,7 +7,7 @@ from legato.capacity.hardware import Hardware
 from legato.capacity.model import Model
 from legato.config.resolved import Resolved
 from legato.errors import InputError
-from legato.training.anchor import first_update_anchors_itself, needs_reference
+from legato.training.anchor import first_update_anchors_itself, holds_all_routes, needs_reference
 from legato.training.memory.sharding import WAYS
 from legato.training.plan import CUTS
 from legato.training.tables import needs
@@ -75,6 +75,8 @@ class Setup:
     passes: int = 1
     routing_replay: bool = False
     engine_routes: bool = True
+    all_routes: bool = False
+    """Whether every GPU holds the trainer's routes of all rows of a step."""
 
     def __post_init__(self) -> None:
         if self.shard not in WAYS:
@@ -211,6 +213,7 @@ def setup_of(
         passes=2 if training.update_passes == "two" or training.load_balance else 1,
         routing_replay=training.routing_replay != "off",
         engine_routes=rollouts.record_routes is not False,
+        all_routes=holds_all_routes(algorithm, training.epochs_per_step, pieces=config.task.environment is not None),
     )
 
 

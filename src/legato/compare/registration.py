@@ -52,6 +52,7 @@ from legato.compare.definition import KEYS, Bed, Definition, Options, flatten, r
 from legato.config.messages import show_value
 from legato.config.read import read_file
 from legato.errors import InputError, nearest
+from legato.records.lines import atomic_replace
 
 ENDPOINTS = {
     "score": "sampled accuracy on held-out problems at the end of a run",
@@ -253,9 +254,10 @@ def hold_registration(study: Study, folder: Path, *, runs_begun: bool) -> str | 
     """When the first run of this folder began; None if the folder is older than this note. InputError if the study file has
     changed since: a margin or a condition could else be chosen after the runs that it judges."""
     note, results = folder / "registration.json", folder / "study.json"
+    kept: dict[str, Any] | None = None
     held: dict[str, Any] = {"sha256": study.sha256, "begun": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     if runs_begun and note.exists():
-        held = json.loads(note.read_text(encoding="utf-8"))
+        held = kept = json.loads(note.read_text(encoding="utf-8"))
     elif runs_begun and results.exists():
         held = {"sha256": json.loads(results.read_text(encoding="utf-8"))["registration"]["sha256"], "begun": None}
     if held["sha256"] != study.sha256:
@@ -263,7 +265,9 @@ def hold_registration(study: Study, folder: Path, *, runs_begun: bool) -> str | 
             f"expected {study.file} as it was when the runs in {folder} began (sha256 {held['sha256'][:12]}), got"
             f" {study.sha256[:12]}; a study goes on only as it was registered: restore the file, or --out FOLDER begins anew"
         )
-    note.write_text(json.dumps(held) + "\n", encoding="utf-8")
+    if held != kept:
+        with atomic_replace(note) as partial:
+            partial.write_text(json.dumps(held) + "\n", encoding="utf-8")
     begun: str | None = held["begun"]
     return begun
 

@@ -23,7 +23,7 @@ from legato.config.load import dump, load
 from legato.errors import InputError
 from legato.health.explain import STOPPED
 from legato.records.directory import RunDirectory
-from legato.records.lines import RunDirectoryError
+from legato.records.lines import RunDirectoryError, atomic_replace
 from legato.records.lock import hold_lock
 
 FORMAT = 1
@@ -134,8 +134,8 @@ class Store:
 
     def note_made(self, job: Job, made: Mapping[str, Any]) -> None:
         path = self.path / "made" / f"{job.name}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(made) + "\n", encoding="utf-8")
+        with atomic_replace(path) as partial:
+            partial.write_text(json.dumps(made) + "\n", encoding="utf-8")
 
     def made(self, job: Job) -> dict[str, Any] | None:
         """When, with which code and on what a run of a study was made; None where that was not noted."""

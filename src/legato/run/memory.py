@@ -9,6 +9,7 @@ from legato.policy.model.load import recompute_layers
 from legato.policy.policy import Policy
 from legato.rollouts.registry import is_remote
 from legato.run import wire
+from legato.training.anchor import holds_all_routes
 from legato.training.memory.available import available
 from legato.training.memory.fit import Fit, fit, limit_cache, most_kept, refuse_if_too_large
 from legato.training.memory.model import Demand, gigabytes
@@ -91,8 +92,9 @@ def _routes(resolved: Resolved, policy: Policy, ranks: int) -> dict[str, Any]:
     sampled, replayed = (
         training.prompts_per_step * each for each in (responses, responses + config.policy.max_prompt_tokens)
     )
-    # Later epochs deal rows anew, and then every rank holds the routes of all rows (training/anchor.py).
-    own = sampled if training.epochs_per_step > 1 else -(-training.prompts_per_step // ranks) * responses
+    pieces = config.task.environment is not None
+    whole = holds_all_routes(resolved.algorithm, training.epochs_per_step, pieces=pieces)
+    own = sampled if whole else -(-training.prompts_per_step // ranks) * responses
     recorded = config.rollouts.record_routes is not False and not is_remote(config.rollouts.engine)
     return {
         "routed": own,

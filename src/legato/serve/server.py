@@ -139,7 +139,8 @@ def serve_until_interrupted(
         while not server.should_exit:
             await asyncio.sleep(0.1)
         await asyncio.sleep(END_SECONDS)
-        await served.thread.end_requests()
+        with contextlib.suppress(RuntimeError):  # the engine's thread has ended before
+            await served.thread.end_requests()
 
     with contextlib.closing(listening), shared_interpreter(), short_collections():
         asyncio.run(run())

@@ -40,6 +40,12 @@ def first_update_anchors_itself(algorithm: Algorithm, epochs: int) -> bool:
     )
 
 
+def holds_all_routes(algorithm: Algorithm, epochs: int, *, pieces: bool) -> bool:
+    """Whether each of several ranks holds the routes of all rows of a step, not of its own alone: later epochs deal rows to
+    other ranks, and some objectives read all rows of an update, as all do whose rollouts are several rows (`pieces`)."""
+    return epochs > 1 or algorithm.scope is Scope.UPDATE or pieces
+
+
 def needs_reference(algorithm: Algorithm) -> bool:
     return "ref_logprobs" in needs(algorithm) | set(algorithm.advantage.needs())
 
@@ -74,7 +80,7 @@ def anchor(
     else:
         later = skip_first and policy.value_head is None and choice != "sampler"
         chosen = [update for update in everything if update.index > 0] if later else everything
-        # Later epochs deal rows to other ranks, and some objectives read all rows: then every rank needs all routes.
+        # As `holds_all_routes` says it of a run.
         spread = world.size > 1 and (whole_update or any(update.epoch for update in updates))
         tables = _score_old_policy(tables, policy, chosen, silent, replay, world, spread_routes=spread)
         if choice == "sampler":
