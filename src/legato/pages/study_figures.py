@@ -271,7 +271,7 @@ def _scores_by_bed(results: Results) -> dict[str, Figure | None]:
             for number, arm in enumerate(arms)
         ]
         xaxis = _categories(beds, _with_note("bed", results))
-    layout = {"xaxis": xaxis, "yaxis": _ACCURACY, "hovermode": "closest"}
+    layout: dict[str, Any] = {"xaxis": xaxis, "yaxis": _ACCURACY, "hovermode": "closest"}
     starts = [run.get("start") for run in results["runs"]]
     if two and None not in starts:
         start = math.fsum(starts) / len(starts)
