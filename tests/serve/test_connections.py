@@ -266,6 +266,25 @@ def test_what_follows_a_body_in_chunks_is_bounded(rest: bytes) -> None:
     assert asyncio.run(send()) <= 2 * HEADER_BYTES
 
 
+def test_trailers_are_refused_and_never_taken_for_headers() -> None:
+    """httptools hands both to the same function, and headers decide who may ask."""
+
+    async def send() -> tuple[list[bytes], list[Any]]:
+        asked: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            asked.append(dict(scope["headers"]))
+
+        protocol, recorded = connect(app)
+        head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        protocol.data_received(head + b"0\r\nAuthorization: Bearer key\r\n\r\n")
+        await asyncio.gather(*protocol.tasks, return_exceptions=True)
+        return recorded.sent, asked
+
+    sent, asked = asyncio.run(send())
+    assert sent[0].startswith(b"HTTP/1.1 400") and all(b"authorization" not in headers for headers in asked)
+
+
 def test_the_first_of_many_clients_is_answered_before_the_last_is_told() -> None:
     """And every client gets its events in order, also those of deliveries that overlap."""
 

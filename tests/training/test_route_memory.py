@@ -6,14 +6,18 @@ from typing import Any
 import pytest
 import torch
 
+from legato.core.world import OneProcess
 from legato.policy.experts.routing import Directions
 from legato.policy.model.load import Loading, load_policy
+from legato.training.anchor import anchor
 from legato.training.memory.model import Demand
 from legato.training.memory.shape import Shape
+from legato.training.plan import Update
+from legato.training.tables import Tables
 from tests.policy.exact import Words, accumulate, ones, ragged
 from tests.policy.routes import as_published
 from tests.training.held import peak_bytes
-from tests.training.routed import exact_policy, gspo, routes_of, tables_of
+from tests.training.routed import CPU, exact_policy, gspo, routes_of, tables_of
 from tests.training.steps import batch_by_hand, one_update
 
 
@@ -59,3 +63,26 @@ def test_recording_routes_needs_no_more_bytes_than_estimated(dtype: torch.dtype)
     assert 0.3 * estimated < looked_at - plain <= estimated
     without = demand.memory(checkpointing=False)
     assert without.routes == 0
+
+
+def test_a_rank_holds_the_routes_of_the_rows_that_it_trains_on_alone() -> None:
+    """And of all rows where a later epoch deals them anew. Reading a row that is not held fails."""
+
+    class First(OneProcess):
+        size = 2
+
+    policy, batch = exact_policy(), batch_by_hand()
+    rows = torch.arange(len(batch))
+    own, others = rows[::2], rows[1::2]
+    update = Update(index=0, epoch=0, micro_batches=(own, others), owners=(0, 1))
+    later = Update(index=0, epoch=1, micro_batches=(own, others), owners=(1, 0))
+    tables = Tables.from_batch(batch, CPU).with_routes(policy.routers, "off")
+    options: dict[str, Any] = {"choice": "recompute", "skip_first": False, "world": First()}
+    held = anchor(tables, policy, None, [update], **options).old_experts
+    assert held is not None and len(held.values) == len(own)
+    alone = tables_of(policy, gspo(), batch, [replace(update, owners=())]).old_experts
+    assert alone is not None and torch.equal(held.part(own, 2), alone.part(own, 2))
+    with pytest.raises(IndexError):
+        held.part(others[:1], 2)
+    whole = anchor(tables, policy, None, [update, later], **options).old_experts
+    assert whole is not None and len(whole.values) == len(rows)
