@@ -81,7 +81,7 @@ kind = "{Path(__file__).absolute()}:coin"
 model = "{model}"
 max_prompt_tokens = 96
 [rollouts]
-max_response_tokens = 256
+max_response_tokens = 768
 [training]
 prompts_per_step = 16
 updates_per_step = 4
