@@ -710,6 +710,13 @@ def _run() -> None:
             where = "a file" if cause.filename is None else cause.filename
             _print_error(f"cannot read or write {where}: {reason(cause)}", error)
             sys.exit(2)
+        if "torch" in sys.modules:
+            from legato.core.out_of_memory import explain_out_of_memory, is_out_of_memory
+
+            if is_out_of_memory(error):
+                if _is_shown_here(error):
+                    _print_error(f"{_name_of_rank()}{explain_out_of_memory(error)}", error)
+                sys.exit(2)
         path = _crash_report()
         if _is_shown_here(error):
             _print_error(f"{_name_of_rank()}a fault of ours, {type(error).__name__}: {error}; please send us {path}", error)

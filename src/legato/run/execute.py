@@ -16,6 +16,7 @@ from legato.config.schema import Evaluation
 from legato.core.generators import remember_generators
 from legato.core.guardian import guardian
 from legato.core.importing import place_in_own_code
+from legato.core.out_of_memory import explain_out_of_memory, is_out_of_memory
 from legato.core.rollout import Problem, Unscorable
 from legato.core.user_code import RUN, StoppedAtOnce, StopRequestedError
 from legato.core.world import on_first_rank
@@ -319,7 +320,9 @@ class Execution:
             self._save(may_be_best=False, trainer=self._trainer_before_step())
             self.saver.complete()
         except Exception as refusal:  # the error that ends the run is the one to tell
-            why = "" if str(refusal) == str(error) else f": {refusal}"
+            same = str(refusal) == str(error) or (is_out_of_memory(refusal) and is_out_of_memory(error))
+            words = explain_out_of_memory(refusal) if is_out_of_memory(refusal) else refusal
+            why = "" if same else f": {words}"
             return f"the state after step {step} is not saved{why}"
         return None
 

@@ -43,15 +43,6 @@ def fit_room(room: Room, per_token: int, most: int | None) -> Room:
     return room.within(fits)
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out. An error inside a graph capture is hidden by a second one, so causes are searched too."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
 def nothing_fits_message(room: Room, per_token: int, device: torch.device) -> str:
     """The error message if not even one sequence fits."""
     needed, free = room.within(1).tokens * per_token / 2**20, free_bytes(device)

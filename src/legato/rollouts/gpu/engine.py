@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from legato.core.out_of_memory import is_out_of_memory
 from legato.policy.experts.grouped import find_grouped, run_grouped
 from legato.policy.head.head import Head
 from legato.policy.kernels.sample import sample
@@ -248,7 +249,7 @@ class GraphedEngine(JobEngine):
                     return work()
             except RuntimeError as error:
                 self._restart()
-                if not budget.is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
             except BaseException:
                 self._restart()

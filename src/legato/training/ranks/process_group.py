@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from legato.core import sums as pieces
+from legato.core.out_of_memory import explain_out_of_memory, is_out_of_memory
 from legato.core.sums import Piece, Sums, fetch, tensors_of
 from legato.core.world import others_waiting
 from legato.errors import InputError, LostRankError, OtherRankError, describe_error
@@ -143,11 +144,12 @@ class ProcessGroup:
             # The other ranks wait for layers or gradients of this one, and would take a message for such.
             self.is_lost = True
             if self.observer is not None:
-                self.observer.end_all(f"rank {self.rank}: {describe_error(error)}")
+                self.observer.end_all(f"rank {self.rank}: {_words_of(error)}")
             return
         self._meet("fail", failed=True)
         signal = getattr(error, "signal", None)
-        self._gather([describe_error(error), isinstance(error, InputError), None if signal is None else int(signal)])
+        is_input = isinstance(error, InputError) or is_out_of_memory(error)
+        self._gather([_words_of(error), is_input, None if signal is None else int(signal)])
 
     def _meet(self, operation: str, *, failed: bool = False) -> None:
         """Wait for the other ranks. Raises if one of them has failed or wants another operation."""
@@ -233,6 +235,13 @@ class ProcessGroup:
         with self._explain_errors():
             dist.all_gather(gathered, padded)
         return [part[:length] for part, length in zip(gathered, lengths.tolist(), strict=True)]
+
+
+def _words_of(error: BaseException) -> str:
+    """What the other ranks are told of an error."""
+    if is_out_of_memory(error) and not isinstance(error, InputError):
+        return explain_out_of_memory(error)
+    return describe_error(error)
 
 
 def _other_rank_error(failures: Sequence[Any]) -> OtherRankError:
