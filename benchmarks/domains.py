@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.provenance import stored_by
+from legato.compare.finished import describe_machine
 
 if TYPE_CHECKING:
     from legato import Rollout
 
 RESULTS = Path(__file__).parent / "results" / "lab-domains.json"
 STEPS = {"variance": 12, "equivalence": 4}
+MOST_TOKENS = 768
+"""Of a response: about half of the prose and of the dialogue comes to its end before."""
 PROMPTS: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "dialogue": (
         "Write a conversation between {0} about {1}.",
@@ -81,7 +84,7 @@ kind = "{Path(__file__).absolute()}:coin"
 model = "{model}"
 max_prompt_tokens = 96
 [rollouts]
-max_response_tokens = 768
+max_response_tokens = {MOST_TOKENS}
 [training]
 prompts_per_step = 16
 updates_per_step = 4
@@ -93,10 +96,10 @@ lr = 1e-5
 
 def measure(work: Path, model: str, options: Sequence[str]) -> dict[str, Any]:
     """The sentences of both experiments for each kind of text."""
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"made": describe_machine(), "domains": {}}
     for domain in PROMPTS:
         recipe = write_recipe(work / domain, domain, model)
-        results[domain] = {}
+        found = results["domains"][domain] = {}
         for name, steps in STEPS.items():
             words = [
                 "lab",
@@ -113,9 +116,7 @@ def measure(work: Path, model: str, options: Sequence[str]) -> dict[str, Any]:
             subprocess.run([sys.executable, "-m", "legato", *words], check=True)
             content = json.loads((work / domain / name / f"{name}.json").read_text())
             # The synthetic study is that of the page above.
-            results[domain][name] = [
-                each for each in content["sentences"] if not each.startswith(("Synthetic", "A slope near"))
-            ]
+            found[name] = [each for each in content["sentences"] if not each.startswith(("Synthetic", "A slope near"))]
     return results
 
 
@@ -124,8 +125,17 @@ def section() -> list[str]:
     heading = ["", "## Dialogue, code and prose from SmolLM2", ""]
     if not RESULTS.is_file():
         return [*heading, "Not measured yet: `python -m benchmarks.domains` does it. All above is of counting."]
-    lines = [*heading, f"`python -m benchmarks.domains`; advantages are random. {stored_by('lab-domains')}"]
-    for domain, experiments in json.loads(RESULTS.read_text()).items():
+    results = json.loads(RESULTS.read_text())
+    made, prompts = results["made"], {len(first) * len(second) for _, first, second in PROMPTS.values()}
+    lines = [
+        *heading,
+        f"`python -m benchmarks.domains`, on {made['date']} at commit {made['commit'][:12]} ({made['device']})."
+        f" SmolLM2-135M-Instruct answers {' or '.join(map(str, sorted(prompts)))} prompts of each kind with at most"
+        f" {MOST_TOKENS} tokens, 128 answers a step; advantages are random, the learning rate is 1e-5."
+        f" {STEPS['variance']} steps for the variance, {STEPS['equivalence']} of four updates for the identity."
+        f" {stored_by('lab-domains')}",
+    ]
+    for domain, experiments in results["domains"].items():
         lines += ["", f"**{domain.capitalize()}.**", ""]
         lines += [f"- {name}: {sentence}" for name, sentences in experiments.items() for sentence in sentences]
     return lines

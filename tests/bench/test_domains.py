@@ -31,5 +31,8 @@ def test_the_page_shows_what_was_measured_and_before_that_nothing_was(
 ) -> None:
     monkeypatch.setattr(domains, "RESULTS", tmp_path / "lab-domains.json")
     assert "Not measured yet" in domains.section()[-1]
-    domains.RESULTS.write_text(json.dumps({"prose": {"variance": ["1,536 responses."], "equivalence": ["It held."]}}))
+    found = {"prose": {"variance": ["1,536 responses."], "equivalence": ["It held."]}}
+    made = {"date": "2026-11-19", "commit": "fa44311bddd7", "device": "NVIDIA H200"}
+    domains.RESULTS.write_text(json.dumps({"made": made, "domains": found}))
+    assert "on 2026-11-19 at commit fa44311bddd7 (NVIDIA H200)" in domains.section()[3]
     assert domains.section()[-4:] == ["**Prose.**", "", "- variance: 1,536 responses.", "- equivalence: It held."]
