@@ -866,8 +866,18 @@ def _length_trained(results: Results) -> list[str]:
         *lines,
         *_judged(results, "points", 100),
         "The opposite case: with the same learning rate and the same number of responses, long responses have more tokens in an update, so"
-        " lengths differ in more than noise; equal accuracy at the start means a smaller error per token for long responses; 15 steps show the"
-        " beginning only; and counting is one task, whose tokens are nearly determined.",
+        " lengths differ in more than noise; equal accuracy at the start means a smaller error per token for long responses;"
+        f" {results['runs'][0]['steps']} steps show the beginning only; and counting is one task, whose tokens are nearly determined.",
+    ]
+
+
+def _length_to_600(results: Results) -> list[str]:
+    """The reading of the trained part of S4 to 600 tokens; what was said before the results comes first."""
+    return [
+        *_length_trained(results),
+        "**Where it ran.** The short bed ran on a CPU and the long one on a GPU. Two runs of GSPO on the long bed (seeds 200 and 201) ended there with no room in memory, which other"
+        " studies held; both arms of these seeds were then made on a CPU, from weights that were warmed up there, and the two runs of GRPO that had ended on the GPU"
+        " were dropped unread. Both arms of a seed and bed always ran on the same machine.",
     ]
 
 
@@ -1107,7 +1117,7 @@ READINGS: dict[str, Callable[[Results], list[str]]] = {
     "frontier": _frontier,
     "mismatch": _mismatch,
     "efficiency": _efficiency,
-    "length-trained": _length_trained,
+    "length-trained": _length_to_600,
     "length-cpu": _length_on_cpu,
     "real-model": _real_model,
     "exponent-2": _exponent_again,
