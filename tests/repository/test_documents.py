@@ -153,6 +153,18 @@ def test_figures_that_pages_and_decisions_repeat_are_those_of_the_stored_files()
             "experiments/credit.md",
             "turn-gspo ended above gspo (+38.3 points, 97.5 % +2.5 to +74.1, 5 seeds)",
         ),
+        ("choosing.md", "its lead was 11.6 points (+5.5 to +17.7, 12 seeds) larger"): (
+            "experiments/length-trained.md",
+            "| GSPO's lead, 600 tokens minus 44 | +0.116 | +0.0552 to +0.177 |",
+        ),
+        ("choosing.md", "with 609 tokens GSPO ended 8.9 points above GRPO"): (
+            "experiments/length-trained.md",
+            "end at grpo 30.6 %, gspo 39.6 %",
+        ),
+        ("choosing.md", "no difference between GRPO and GSPO (3 seeds, +5.0 points, -20 to +30"): (
+            "experiments/moe.md",
+            "gspo and grpo cannot be told apart (+5.0 points, 95 % -20.1 to +30.1, 3 seeds)",
+        ),
         ("choosing.md", "GSPO lost 3 points and GRPO 36"): ("experiments/mismatch-study.md", "| fp8-like | +36.3 ("),
         ("concepts.md", "GSPO left 27.7 % of the tokens"): (
             "experiments/lab.md",

@@ -33,10 +33,12 @@ def explain_out_of_memory(error: BaseException) -> str:
         return f"{wanted}, got out of memory; {advice}"
     ours, others, total = held
     gib = 2**30
-    shares = f"this process holds {ours / gib:.1f} of {total / gib:.1f} GiB, others hold {others / gib:.1f} GiB"
     if others > _NOTABLE_SHARE * total:
         advice = f"end what else runs there; or {advice}"
-    return f"{wanted}, got out of memory: {shares}; {advice}"
+    return (
+        f"{wanted}, got out of memory: this process holds {ours / gib:.1f} of {total / gib:.1f} GiB, others hold"
+        f" {others / gib:.1f} GiB; {advice}"
+    )
 
 
 def _held() -> tuple[int, int, int] | None:
