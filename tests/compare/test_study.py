@@ -17,7 +17,7 @@ from legato.compare import analysis
 from legato.compare.analysis import analyse, area, describe_power
 from legato.compare.finished import export_runs, name_code, name_processor
 from legato.compare.jobs import jobs, points
-from legato.compare.outcomes import outcome
+from legato.compare.outcomes import outcome, say_of_room
 from legato.compare.processes import Machine
 from legato.compare.registration import Study, read_study, registering_commit
 from legato.compare.store import Store
@@ -327,6 +327,59 @@ def test_a_study_that_is_in_no_commit_or_expects_too_little_scatter_is_told_so(t
     )
     run_study(read_study(file), folder=tmp_path / "narrow", seconds=0, say=lines.append)
     assert any("a spread of 0.2, and its held-out problems alone have an error of 0.25" in line for line in lines)
+
+
+GONE = "expected room for 154.00 MiB more on the GPU, got out of memory: this process holds 19.0 of 139.8 GiB"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "counts"),
+    [
+        (2, GONE, False),
+        (1, "a fault of ours, OutOfMemoryError: CUDA out of memory. Tried to allocate 154.00 MiB", False),
+        (2, "no room for a checkpoint in runs/one/checkpoints: 13839 MB are free", False),
+        (1, "a fault of ours, RuntimeError: a tensor is out of its mind", True),
+        (-9, "it was killed", True),
+    ],
+)
+def test_a_run_without_room_leaves_the_study_unfinished_and_other_failures_count(
+    tmp_path: Path, code: int, reason: str, counts: bool
+) -> None:
+    """Else a GPU that other runs fill would be a failure of the algorithm that happened to find it full."""
+    study, _ = measure(tmp_path, SURVIVED)
+    store, planned = Store(tmp_path / "comparison"), jobs(study.definition, tmp_path / "comparison")
+    store.failed_path(planned[0]).parent.mkdir(parents=True, exist_ok=True)
+    store.note_failure(planned[0], code, reason)
+    runs = [outcome(job, store) for job in planned]
+    assert runs[0]["status"] == ("failed" if counts else "no room")
+    results = describe(study, runs, Machine(), pilot=False, seeds=tuple(SEEDS), registered=None)
+    assert results["complete"] == counts and ("Runs without room" in markdown(results)) == (not counts)
+    whole = export_runs(tmp_path / "slice.json.gz", study, planned, store)
+    assert whole == (SEEDS if counts else [seed for seed in SEEDS if seed != planned[0].seed])
+    lines: list[str] = []
+    say_of_room(runs, lines.append)
+    assert lines == [] if counts else planned[0].name in lines[0] and "--retry-failed" in lines[0]
+
+
+def test_slices_of_before_that_hold_a_run_without_room_are_not_complete_either(tmp_path: Path) -> None:
+    study, _ = measure(tmp_path, SURVIVED)
+    store, planned = Store(tmp_path / "comparison"), jobs(study.definition, tmp_path / "comparison")
+    parts = tmp_path / "parts"
+    export_runs(parts / "all.json.gz", study, planned, store)
+    content = json.loads(gzip.decompress((parts / "all.json.gz").read_bytes()))
+    content["runs"][0] |= {
+        "status": "failed",
+        "reason": "exit code 1: a fault of ours, OutOfMemoryError: CUDA out of memory",
+    }
+    (parts / "all.json.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
+    for retry, absent in ((False, 1), (True, len(planned) // len(SEEDS))):
+        lines: list[str] = []
+        taken = run_study(
+            study, folder=tmp_path / f"taken-{retry}", finished=[parts], seconds=0, retry_failed=retry, say=lines.append
+        )
+        statuses = [run["status"] for run in taken.results["runs"]]
+        assert not taken.results["complete"] and sum(status in ("no room", "waiting") for status in statuses) == absent
+        assert any("do not count" in line for line in lines) == (not retry)
 
 
 def test_the_page_lists_the_runs_that_failed_apart_from_those_that_collapsed(tmp_path: Path) -> None:

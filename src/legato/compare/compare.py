@@ -10,7 +10,7 @@ from typing import Any
 
 from legato.compare.definition import Definition
 from legato.compare.jobs import Job, differences, jobs
-from legato.compare.outcomes import outcome
+from legato.compare.outcomes import NO_ROOM, outcome, say_of_room
 from legato.compare.processes import EndedRun, Machine, Task, run_all
 from legato.compare.results import collect
 from legato.compare.store import Store
@@ -80,8 +80,10 @@ def compare(
 
         code = run_jobs(planned, store, machine, say, report, keep_checkpoints=keep_checkpoints)
         results = report()
-    reasons = {run["reason"] for run in results["runs"] if run["status"] == "failed"}
-    if all(run["status"] == "failed" for run in results["runs"]):
+    say_of_room(results["runs"], say)
+    failed = [run for run in results["runs"] if run["status"] in ("failed", NO_ROOM)]
+    reasons = {run["reason"] for run in failed}
+    if len(failed) == len(results["runs"]):
         raise InputError(f"every run failed: {'; '.join(sorted(reasons))}; the logs are in {store.path / 'logs'}")
     return Comparison(folder=store.path, results=results, exit_code=code)
 
@@ -170,6 +172,7 @@ def run_jobs(
             "collapsed": f"collapsed {end.name}: {run['collapsed']}",
             "unhealthy": f"unhealthy {end.name}: {run['reason']}",
             "failed": f"failed   {end.name}: {run['reason']} ({store.log_path(job)})",
+            NO_ROOM: f"no room  {end.name}: {run['reason']} ({store.log_path(job)})",
         }
         if blind and run["status"] in ("done", "collapsed"):
             say(f"ended    {end.name}")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from legato.compare.jobs import Job
-from legato.compare.outcomes import COUNTED, outcome
+from legato.compare.outcomes import COUNTED, NO_ROOM, outcome
 from legato.compare.registration import Study
 from legato.compare.store import Store
 from legato.errors import InputError
@@ -83,7 +83,7 @@ def import_runs(paths: Iterable[Path], study: Study, planned: Sequence[Job], sto
                 f"expected runs of {study.file} as it is (sha256 {study.sha256[:12]}), got runs of {content['study']} with"
                 f" {content['sha256'][:12]} ({path}); a study that was registered anew begins anew"
             )
-        failed = {run["seed"] for run in content["runs"] if run["status"] == "failed"} if retry_failed else set()
+        failed = {run["seed"] for run in content["runs"] if run["status"] in ("failed", NO_ROOM)} if retry_failed else set()
         for run in content["runs"]:
             if run["seed"] in failed or run["name"] not in by_name:
                 continue  # a pilot takes no run of the study, and the other way round

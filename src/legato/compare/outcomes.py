@@ -1,12 +1,14 @@
 """One run of a comparison as numbers: how it ended, what it scored, what it cost."""
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from legato.compare.jobs import Job
 from legato.compare.store import Store
 from legato.diagnostics.collapse import collapse
+from legato.diagnostics.words import count
 from legato.errors import InputError
 from legato.pages.curves import points, round_six
 from legato.pages.summary import evaluations, number
@@ -16,6 +18,13 @@ MOST_POINTS = 120
 
 COUNTED = ("done", "collapsed", "unhealthy", "failed")
 """Endings that count. A run that is still under way, or was stopped and can go on, does not yet."""
+
+NO_ROOM = "no room"
+"""The ending of a run for which a disk or a GPU had no room. That says nothing of its algorithm, so it does not count."""
+
+_WANT_OF_ROOM = re.compile(
+    r"OutOfMemoryError|got out of memory|out of memory with one sequence|no room for|the disk is full"
+)
 
 CLIP = "clip/tokens"
 """The one clip fraction that means the same for token and for sequence ratios: tokens left without a gradient."""
@@ -30,7 +39,7 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
     """Return the outcome of a run. One that failed or that the health watch ended counts with its last accuracy, or 0."""
     imported = store.imported(job)
     if imported is not None:
-        return imported
+        return {**imported, "status": _failed(imported["reason"])} if imported["status"] == "failed" else imported
     state, failure, records = store.state(job), store.failure(job), store.records(job)
     measured = [(each.step, each.sampled, each.greedy) for each in evaluations(records) if each.sampled is not None]
     course = [(sampled.value, sampled.low, sampled.high) for _, sampled, _ in measured]
@@ -40,7 +49,7 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
     ending = next((str(record.get("reason")) for record in reversed(records) if record.get("kind") == "end"), None)
     whole = "collapsed" if collapsed else "done"
     statuses = {"failed": "failed", "unhealthy": "unhealthy", "done": whole, "absent": "waiting"}
-    status = statuses.get(state, "stopped")
+    status = statuses.get(state, "stopped") if failure is None else _failed(failure["reason"])
     training = job.resolved.config.training
     made = store.made(job)
     return {
@@ -79,6 +88,21 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
         "origin": {key: origin.get(key) for key in ("weights", "problems")},
         **({} if made is None else {"made": made}),
     }
+
+
+def _failed(reason: str) -> str:
+    """The status of a run that failed for that reason."""
+    return NO_ROOM if _WANT_OF_ROOM.search(reason) else "failed"
+
+
+def say_of_room(runs: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> None:
+    """Say which runs ended for want of room and so do not count."""
+    names = [run["name"] for run in runs if run["status"] == NO_ROOM]
+    if names:
+        say(
+            f"{count(len(names), 'run')} found no room on a disk or a GPU ({', '.join(names)}). That says nothing of the"
+            " algorithm, so they do not count: make room, and run the same command with --retry-failed"
+        )
 
 
 def outcomes(planned: Sequence[Job], store: Store) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ Outcome = Mapping[str, Any]
 
 FAILURES = (
     "A failed run (its process ended with an error, or its state was no longer finite) counts with the last held-out"
-    " accuracy it measured, or 0 if it measured none. A collapsed run counts with where it ended."
+    " accuracy it measured, or 0 if it measured none. One for which a disk or a GPU had no room does not count until it was"
+    " run again. A collapsed run counts with where it ended."
 )
 
 

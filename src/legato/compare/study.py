@@ -11,7 +11,7 @@ from legato.compare.analysis import analyse, describe_power, is_complete, share_
 from legato.compare.compare import Comparison, GuardedSay, check_equal, plan_runs, preparing, run_jobs
 from legato.compare.finished import describe_machine, export_runs, import_runs, slices
 from legato.compare.jobs import Job
-from legato.compare.outcomes import outcomes
+from legato.compare.outcomes import outcomes, say_of_room
 from legato.compare.processes import Machine
 from legato.compare.registration import Study, hold_registration, registering_commit
 from legato.diagnostics.collapse import DEFINITION
@@ -92,6 +92,7 @@ def run_study(
             here=here,
         )
         results = report()
+        say_of_room(results["runs"], say)
         if export is not None:
             whole = export_runs(export, study, planned, store)
             say(f"{export}: {count(len(whole), 'whole seed')}{''.join(f', {seed}' for seed in whole)}")

@@ -36,7 +36,7 @@ def tables(results: Results) -> list[Table]:
 
 def sentences(results: Results) -> list[str]:
     """Return what can be concluded from the seeds, one sentence for each arm and point."""
-    waiting = sum(run["status"] in ("waiting", "stopped") for run in results["runs"])
+    waiting = sum(run["status"] in ("waiting", "stopped", "no room") for run in results["runs"])
     lines = (
         [f"{waiting} of {len(results['runs'])} runs are not finished; seeds count once every arm has them."]
         if waiting

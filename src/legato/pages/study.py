@@ -52,7 +52,8 @@ def tables(results: Results) -> list[Table]:
         ended = sum(run["status"] in ("done", "collapsed", "unhealthy", "failed") for run in results["runs"])
         row = (str(ended), str(len(results["runs"])))
         note = "Scores are shown when the last run has ended."
-        return [Table(title="Progress", note=note, headings=("ended", "runs"), rows=(row,)), _power(results)]
+        progress = Table(title="Progress", note=note, headings=("ended", "runs"), rows=(row,))
+        return [progress, *_without_room(results), _power(results)]
     runs = _survival(results) if results.get("measure") is None else _measurement_table(results)
     return [_comparisons(results), _endpoints(results), runs, *_failures(results), _power(results)]
 
@@ -191,6 +192,13 @@ def _failures(results: Results) -> list[Table]:
     rows = tuple((run["name"], run["status"], run["reason"]) for run in results["runs"] if run["status"] in FAILED)
     note = "They count with the last accuracy that they measured, or 0 without one; on a frontier they did not survive."
     return [Table(title="Runs that failed", note=note, headings=("run", "status", "why"), rows=rows)] if rows else []
+
+
+def _without_room(results: Results) -> list[Table]:
+    """The runs of an unfinished study for which a disk or a GPU had no room."""
+    rows = tuple((run["name"], run["reason"]) for run in results["runs"] if run["status"] == "no room")
+    note = "They do not count until they were run again (--retry-failed)."
+    return [Table(title="Runs without room", note=note, headings=("run", "why"), rows=rows)] if rows else []
 
 
 def _measurement_table(results: Results) -> Table:
