@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import correlation, stdev
 from typing import Any
 
@@ -17,6 +18,9 @@ from legato.diagnostics.statistics.frontier import frontier
 from legato.diagnostics.statistics.paired import ERROR_RATE, compare_pairs, critical_t, mean_interval, power, seeds_needed
 
 Results = Mapping[str, Any]
+
+_STUDIES = Path(__file__).parents[1] / "studies" / "results"
+_LENGTH_PILOTS = _STUDIES.parent / "pilots" / "length-trained.json"
 
 
 def _mean(results: Results, arm: str, key: str = "score", **at: Any) -> float:
@@ -878,6 +882,74 @@ def _length_to_600(results: Results) -> list[str]:
         "**Where it ran.** The short bed ran on a CPU and the long one on a GPU. Two runs of GSPO on the long bed (seeds 200 and 201) ended there with no room in memory, which other"
         " studies held; both arms of these seeds were then made on a CPU, from weights that were warmed up there, and the two runs of GRPO that had ended on the GPU"
         " were dropped unread. Both arms of a seed and bed always ran on the same machine.",
+        *_length_to_600_afterwards(results),
+    ]
+
+
+_LONG_ON_CPU = (200, 201)
+"""The seeds of which both runs on the long bed were made on a CPU, in the study to 600 tokens."""
+
+
+def _length_to_600_afterwards(results: Results) -> list[str]:
+    """What was looked at after the results of S4 to 600 tokens, by a reader who did not run it, and the cases for the opposite."""
+    (comparison,) = results["comparisons"]
+    seeds, differences, arms = results["seeds"], comparison["differences"], results["arms"]
+    lead = _leads(results, "long")
+    gained = {(bed, arm): _in_points(_gains(results, bed, arm)) for bed in results["beds"] for arm in arms}
+    means = [100 * _average(each) for each in _without_each(differences)]
+    lows = [100 * (mean_interval(each) or (math.nan,))[0] for each in _without_each(differences)]
+    greedy = _minus(_leads(results, "long", "greedy"), _leads(results, "short", "greedy"))
+    ends = {key: 100 * _average([_mean_of(results, "long", arm, key) for arm in arms]) for key in ("score", "greedy")}
+    on_cpu = [each for seed, each in zip(seeds, lead, strict=True) if seed in _LONG_ON_CPU]
+    on_gpu, kept = (
+        [each for seed, each in zip(seeds, values, strict=True) if seed not in _LONG_ON_CPU]
+        for values in (lead, differences)
+    )
+    half = len(seeds) // 2
+    early, late = lead[:half], lead[half:]
+    clips = [100 * _mean_of(results, bed, "gspo", "clip_mean") for bed in results["beds"]]
+    error = 100 * _error_of_problems(results) / math.sqrt(len(seeds))
+    pilots = {run["name"]: run["evaluations"][-1]["sampled"] for run in json.loads(_LENGTH_PILOTS.read_text())["runs"]}
+
+    def pilot_lead(bed: str, rate: str, seed: int) -> float:
+        """GSPO's lead at the end of two pilots, in points."""
+        gspo, grpo = (float(pilots[f"{bed}-{arm}-lr{rate}-seed{seed}"]) for arm in ("gspo", "grpo"))
+        return 100 * (gspo - grpo)
+
+    fallen = 100 * max(pilots[f"long-{arm}-lr0.0003-seed100"] for arm in arms)
+    frontier_study, to_300, variance = (
+        json.loads((_STUDIES / f"{name}.json").read_text()) for name in ("frontier", "length-cpu", "length")
+    )
+    low, high = (f"{_in_points(_paired_scores(frontier_study, 'dense', rate))} at {_rate(rate)}" for rate in (6e-5, 2.4e-4))
+    band = _in_points(_paired_scores(frontier_study, "dense", 2.4e-4, "token-narrow"))
+    unit = _in_points(_paired_scores(frontier_study, "dense", 2.4e-4, "sequence-narrow", "token-narrow"))
+    return [
+        "### Exploratory: not registered",
+        "This section and the cases below were written after the results, by a reader who did not run the study. Intervals are at 95 %, from seeds alone."
+        " GSPO's lead over GRPO at the end, in points:",
+        *_lead_table(results),
+        f"**GRPO did not learn from long answers.** It changed by {gained['long', 'grpo']} points, GSPO by {gained['long', 'gspo']}. From short answers both learned:"
+        f" {gained['short', 'grpo']} and {gained['short', 'gspo']}.",
+        f"No single seed decides: the growth is above 0 in {sum(each > 0 for each in differences)} of {len(seeds)}, and without any one its mean is {min(means):+.1f} to {max(means):+.1f}, with intervals from"
+        f" {min(lows):+.1f} up. The held-out problems give the mean an error of at most {error:.1f}.",
+        f"**By greedy accuracy the growth is not shown**: {_in_points(greedy)}. Long answers end right in {ends['score']:.0f} % of samples and {ends['greedy']:.0f} % of greedy answers, so the lead may"
+        " come from a surer policy.",
+        "**Length goes with precision.** `policy.dtype` was auto: bfloat16 weights on the GPU, float32 on the CPU. So long answers had bfloat16 in all seeds but two, and short ones"
+        f" float32. With long answers GSPO leads by {_in_points(on_gpu)} in bfloat16; the two seeds in float32 give {' and '.join(f'{100 * each:+.1f}' for each in on_cpu)}. Without these two the growth"
+        f" is {_in_points(kept)}. Whether it needs bfloat16 is not known.",
+        f"With long answers each of the last {half} seeds has a larger lead (from {100 * min(late):.1f} points) than each of the first {half} (to {100 * max(early):.1f}). Random halves part so"
+        f" in 1 of {math.comb(len(seeds), half) // 2} cases. The cut was chosen after looking; no cause is known.",
+        "### The opposite case",
+        f"That it is the learning rate: at 3e-4 both pilots with long answers ended at {fallen:.0f} %, so 1e-4 is nearer to the edge there. At 3e-4 GSPO leads with short answers too, by"
+        f" {pilot_lead('short', '0.0003', 100):.0f} and {pilot_lead('short', '0.0003', 101):.0f} points in two pairs of pilots. In the study of the frontier, on the dense model at one length, its lead is {low} and {high}."
+        " No rate was run at which GRPO learns from long answers.",
+        f"That it is something else: long answers put {_tokens_per_update(results):.1f} times as many tokens into an update, and their warm-up ended at a lower loss per token. Unit and band differ at once,"
+        f" though GSPO clips {clips[0]:.0f} % with short answers and {clips[1]:.0f} % with long. On that dense model at 2.4e-4 the narrow band alone gives {band}, the unit at that band {unit}.",
+        f"That it is length: the rule was fixed when the pilots at 1e-4 pointed the other way (a lead of {pilot_lead('long', '0.0001', 100):+.1f} points with long answers, {pilot_lead('short', '0.0001', 100):+.1f} with short). To 300 tokens"
+        f" the growth is {_in_points(to_300['comparisons'][0]['differences'])}, which includes half of this one. GSPO does not move less: in the records of the runs, which are not stored,"
+        " its log-ratios of tokens spread more widely than GRPO's with long answers in every seed.",
+        "That it is not noise: nothing stored here measures a gradient. In studies/length.toml the variance that the token ratio adds changed by"
+        f" {_with_interval(variance['comparisons'][0])} doublings from 40 to 600 tokens: it fell.",
     ]
 
 
@@ -886,52 +958,86 @@ def _length_on_cpu(results: Results) -> list[str]:
     return [*_length_trained(results), *_length_afterwards(results)]
 
 
+def _leads(results: Results, bed: str, key: str = "score") -> list[float]:
+    """GSPO's lead over GRPO on a bed, by seed."""
+    return _minus(_by_seed(results, bed, "gspo", key), _by_seed(results, bed, "grpo", key))
+
+
+def _gains(results: Results, bed: str, arm: str) -> list[float]:
+    """Accuracy at the end minus that at the start, by seed."""
+    return _minus(_by_seed(results, bed, arm), _by_seed(results, bed, arm, "start"))
+
+
+def _lead_table(results: Results) -> list[str]:
+    """GSPO's lead by bed, and the number of seeds with either sign."""
+    rows = ["| bed | lead, sampled | lead, greedy | seeds with GSPO ahead, sampled | behind |", "|---|---|---|---|---|"]
+    for bed in results["beds"]:
+        lead = _leads(results, bed)
+        signs = f"{sum(each > 0 for each in lead)} | {sum(each < 0 for each in lead)}"
+        rows.append(f"| {bed} | {_in_points(lead)} | {_in_points(_leads(results, bed, 'greedy'))} | {signs} |")
+    return rows
+
+
+def _ends_table(results: Results) -> list[str]:
+    """Accuracy at the end, gain and clipped tokens by bed and arm."""
+    return [
+        "| bed and arm | sampled at the end | gained | greedy at the end | tokens clipped |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {bed} {arm} | {100 * _mean_of(results, bed, arm):.1f} % | {_in_points(_gains(results, bed, arm))}"
+            f" | {100 * _mean_of(results, bed, arm, 'greedy'):.1f} % | {100 * _mean_of(results, bed, arm, 'clip_mean'):.2f} % |"
+            for bed in results["beds"]
+            for arm in results["arms"]
+        ),
+    ]
+
+
+def _mean_of(results: Results, bed: str, arm: str, key: str = "score") -> float:
+    return _average(_by_seed(results, bed, arm, key))
+
+
+def _error_of_problems(results: Results) -> float:
+    """The sd of the lead on long minus that on short, for one seed, from the held-out problems with one answer each alone."""
+    problems = results["runs"][0]["problems"]
+    ends = [_by_seed(results, bed, arm) for bed in ("long", "short") for arm in results["arms"]]
+    return math.sqrt(math.fsum(_average([share_variance(share, problems) for share in each]) for each in ends))
+
+
+def _without_each(differences: Sequence[float]) -> list[list[float]]:
+    """The differences without the first seed, without the second, and so on."""
+    return [[*differences[:place], *differences[place + 1 :]] for place in range(len(differences))]
+
+
+def _tokens_per_update(results: Results) -> float:
+    """How many times as many tokens an update has on the long bed as on the short one."""
+    tokens = {bed: math.fsum(_mean_of(results, bed, arm, "tokens") for arm in results["arms"]) for bed in ("long", "short")}
+    return tokens["long"] / tokens["short"]
+
+
 def _length_afterwards(results: Results) -> list[str]:
     """What was looked at after the results of S4 on a CPU, by a reader who did not run it, and the cases for the opposite."""
     beds, arms, seeds = list(results["beds"]), ("grpo", "gspo"), len(results["seeds"])
     (comparison,) = results["comparisons"]
     steps, updates = results["runs"][0]["steps"], results["runs"][0]["updates"]
-
-    def values(bed: str, arm: str, key: str = "score") -> list[float]:
-        return _by_seed(results, bed, arm, key)
-
-    lead = {bed: _minus(values(bed, "gspo"), values(bed, "grpo")) for bed in beds}
-    greedy_lead = {bed: _minus(values(bed, "gspo", "greedy"), values(bed, "grpo", "greedy")) for bed in beds}
-    gains = {(bed, arm): _minus(values(bed, arm), values(bed, arm, "start")) for bed in beds for arm in arms}
-    clips = {(bed, arm): 100 * _average(values(bed, arm, "clip_mean")) for bed in beds for arm in arms}
-    starts = {bed: values(bed, "grpo", "start") for bed in beds}
-    tokens = {bed: _average([_average(values(bed, arm, "tokens")) for arm in arms]) for bed in beds}
+    lead = {bed: _leads(results, bed) for bed in beds}
+    greedy_lead = {bed: _leads(results, bed, "greedy") for bed in beds}
+    clips = {arm: _average([_mean_of(results, bed, arm, "clip_mean") for bed in beds]) for arm in arms}
+    starts = {bed: _by_seed(results, bed, "grpo", "start") for bed in beds}
+    tokens = _average([_mean_of(results, "long", arm, "tokens") for arm in arms])
     scatter = {bed: 100 * stdev(each) for bed, each in starts.items()}
     problems = results["runs"][0]["problems"]
     single = 100 * math.sqrt(share_variance(_average(starts["long"]), problems))
-
-    table = ["| bed | lead, sampled | lead, greedy | seeds with GSPO ahead, sampled | behind |", "|---|---|---|---|---|"]
-    for bed in beds:
-        ahead, behind = sum(each > 0 for each in lead[bed]), sum(each < 0 for each in lead[bed])
-        table.append(f"| {bed} | {_in_points(lead[bed])} | {_in_points(greedy_lead[bed])} | {ahead} | {behind} |")
-    runs = [
-        "| bed and arm | sampled at the end | gained | greedy at the end | tokens clipped |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {bed} {arm} | {100 * _average(values(bed, arm)):.1f} % | {_in_points(gains[bed, arm])}"
-            f" | {100 * _average(values(bed, arm, 'greedy')):.1f} % | {clips[bed, arm]:.2f} % |"
-            for bed in beds
-            for arm in arms
-        ),
-    ]
     spreads = ["| bed | start, mean | lowest seed | highest seed | sd |", "|---|---|---|---|---|"]
     for bed, each in starts.items():
         spreads.append(
             f"| {bed} | {100 * _average(each):.1f} % | {100 * min(each):.1f} % | {100 * max(each):.1f} % | {scatter[bed]:.1f} points |"
         )
 
-    # The error of the held-out problems alone in the registered comparison, for one seed.
-    ends = [values(bed, arm) for bed in ("long", "short") for arm in arms]
-    error = math.sqrt(math.fsum(_average([share_variance(share, problems) for share in each]) for each in ends))
+    error = _error_of_problems(results)
     margin, reach = 100 * comparison["margin"], 100 * comparison["interval"][1]
     differences = comparison["differences"]
-    rest = [_average([*differences[:place], *differences[place + 1 :]]) for place in range(seeds)]
-    largest = 100 * max(_average(gains[bed, arm]) for bed in ("short", "long") for arm in arms)
+    rest = [_average(each) for each in _without_each(differences)]
+    largest = 100 * max(_average(_gains(results, bed, arm)) for bed in ("short", "long") for arm in arms)
     grown = sum(each > 0 for each in differences)
     return [
         "**The registration was narrowed.** The older one (8935ad6) had three learning rates and 216 runs. It was stopped after 55 of them, for want of time, and registered"
@@ -940,16 +1046,16 @@ def _length_afterwards(results: Results) -> list[str]:
         " stayed. Warm-ups of the older runs were reused: they come before the arms part.",
         f"**The margin is wider than what was learned.** On the two beds that are compared no arm gained more than {largest:.1f} points in the mean; the margin is {margin:.0f}, and the"
         f" power above is for a difference larger still. So refuted alone says little. What the data carry is the interval: a lead that grows by up to {reach:.1f} points"
-        f" is not excluded, and GRPO's whole gain on the long bed is {100 * _average(gains['long', 'grpo']):.1f}.",
+        f" is not excluded, and GRPO's whole gain on the long bed is {100 * _average(_gains(results, 'long', 'grpo')):.1f}.",
         "### Exploratory: not registered",
         "This section and the cases below were written after the results, by a reader who did not run the study. Intervals are for one comparison at 95 %, from the"
         " differences between seeds alone. GSPO's lead over GRPO at the end, in points:",
-        *table,
+        *_lead_table(results),
         f"**No length shows a lead.** The differences between leads, beside the registered one: {_in_points(_minus(lead['middle'], lead['short']))} from short to middle,"
         f" {_in_points(_minus(lead['long'], lead['middle']))} from middle to long. By greedy accuracy the lead on long minus that on short is"
         f" {_in_points(_minus(greedy_lead['long'], greedy_lead['short']))}. The ends, by bed and arm:",
-        *runs,
-        f"GSPO clips {_average([clips[bed, 'gspo'] for bed in beds]) / _average([clips[bed, 'grpo'] for bed in beds]):.0f} times as many tokens as GRPO; the share of neither rises with length.",
+        *_ends_table(results),
+        f"GSPO clips {clips['gspo'] / clips['grpo']:.0f} times as many tokens as GRPO; the share of neither rises with length.",
         "Starts by bed; both arms of a seed start from the same weights and answer the same held-out problems:",
         *spreads,
         f"**The starts of the long bed scatter widely**, those of the short bed nearly as much; {problems} single answers alone give an sd of {single:.1f} points. The lead is taken within a"
@@ -958,14 +1064,14 @@ def _length_afterwards(results: Results) -> list[str]:
         " So the interval may be mostly error of measurement, which more answers would have narrowed without another run of training.",
         "### The opposite case",
         f"That the lead grows and the study missed it: the mean leads rise in the order of length ({', '.join(f'{100 * _average(lead[bed]):+.1f}' for bed in beds)} points), and the lead is larger on the long"
-        f" bed in {grown} of {seeds} seeds. Answers of {tokens['long'] / steps / 256:.0f} tokens are short beside those the claim is about, and noise that accumulates"
+        f" bed in {grown} of {seeds} seeds. Answers of {tokens / steps / 256:.0f} tokens are short beside those the claim is about, and noise that accumulates"
         f" may need more than {steps} steps of {updates // steps} updates to tell.",
         "That the learning rate hid it: 1e-4 was the only rate. No run collapsed, and each had two evaluations. In the study of the frontier the arms part near the edge of stability; a rate near it"
         " was not run here, and the edge may move with length.",
         f"That the lead does not grow: by greedy accuracy nothing is left of the order, and without one seed or another the mean is {100 * min(rest):+.1f} to {100 * max(rest):+.1f} points, beside an error of the held-out"
         f" problems of {100 * error / math.sqrt(seeds):.1f}. The variance of the gradient, measured by studies/length.toml, fell with length.",
         "That it is no test of noise: lead and length differ in more than noise. The arms differ in the unit of the ratio and in the width of the band at once. The beds differ in the tokens of an"
-        f" update, by a factor of {tokens['long'] / tokens['short']:.1f}; in the steps that are counted, the share of problems held out, and the loss per token at which the warm-up stopped."
+        f" update, by a factor of {_tokens_per_update(results):.1f}; in the steps that are counted, the share of problems held out, and the loss per token at which the warm-up stopped."
         " A harm of narrow clipping that grew with length could cancel a gain of the unit, though the share that is clipped does not grow.",
     ]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import claims, provenance, rates, recipes, repeat, studies
 from benchmarks.readings import READINGS
@@ -22,6 +23,7 @@ from legato.compare.study import describe
 from legato.diagnostics.statistics.paired import compare_pairs
 from legato.pages.drawing import draw_svg
 from legato.pages.study_figures import study_figures
+from legato.policy.model.load import choose_dtype
 
 ROOT = Path(__file__).parents[2]
 STORED = studies.load_results()
@@ -586,6 +588,51 @@ def test_the_reading_of_the_mismatch_study_says_what_its_runs_did() -> None:
     intervals = {name: (float(low), float(high)) for name, low, high in re.findall(r"(\S+) \S+ \((\S+) to (\S+)\)", greedy)}
     assert intervals["fp8-like"][0] > 0 and intervals["stale"][0] < 0 < intervals["stale"][1]
     order = ["by one of its conditions only", "study-mismatch-loss.svg", "### Exploratory", "### The opposite"]
+    assert [page.index(part) for part in order] == sorted(page.index(part) for part in order)
+
+
+def test_the_reading_of_training_to_600_tokens_says_what_its_runs_did() -> None:
+    """Words of the reading that are not numbers, against the stored runs."""
+    results, page = STORED["length-trained"], studies.experiment_page(STORED["length-trained"])
+    runs = {(run["bed"], run["arm"], run["seed"]): run for run in results["runs"]}
+    leads = {
+        key: {
+            bed: [runs[bed, "gspo", seed][key] - runs[bed, "grpo", seed][key] for seed in results["seeds"]]
+            for bed in ("short", "long")
+        }
+        for key in ("score", "greedy")
+    }
+    growth = {
+        key: [long - short for long, short in zip(each["long"], each["short"], strict=True)] for key, each in leads.items()
+    }
+    (only,) = results["comparisons"]
+    assert results["verdict"] == "confirmed" and growth["score"] == pytest.approx(only["differences"])
+    assert f"above 0 in {sum(each > 0 for each in growth['score'])} of 12" in page
+    for place in range(12):  # no seed decides, by seeds alone
+        rest = growth["score"][:place] + growth["score"][place + 1 :]
+        assert compare_pairs(rest, comparisons=1, margin=only["margin"]).low > 0
+    greedy = compare_pairs(growth["greedy"], comparisons=1, margin=only["margin"])
+    assert greedy.low < 0 < greedy.high and "By greedy accuracy the growth is not shown" in page
+    gains = [runs["long", "grpo", seed]["score"] - runs["long", "grpo", seed]["start"] for seed in results["seeds"]]
+    learned = compare_pairs(gains, comparisons=1, margin=only["margin"])
+    assert learned.low < 0 < learned.high and "GRPO did not learn from long answers" in page
+    assert max(leads["score"]["long"][:6]) < min(leads["score"]["long"][6:]) and "in 1 of 462 cases" in page
+    # The short bed and two seeds of the long one were made on a CPU, and float32 is the default there.
+    on_cpu = sum(each["runs"] for each in results["made"] if "NVIDIA" not in each["device"])
+    on_gpu = sum(each["runs"] for each in results["made"] if "NVIDIA" in each["device"])
+    assert (on_cpu, on_gpu) == (24 + 4, 20) and "bfloat16 in all seeds but two" in page
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        assert choose_dtype("auto", torch.device(device)) is dtype
+    definition = read_study(ROOT / "studies" / "length-trained.toml").definition
+    options = [*definition.options, *(path for bed in definition.beds.values() for path in bed.options)]
+    assert not any("dtype" in path for path in options)
+    order = [
+        "Where it ran",
+        "study-length-trained-accuracy.svg",
+        "### Exploratory",
+        "written after the results",
+        "### The opposite",
+    ]
     assert [page.index(part) for part in order] == sorted(page.index(part) for part in order)
 
 
