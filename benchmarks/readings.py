@@ -882,8 +882,27 @@ def _length_to_600(results: Results) -> list[str]:
         "**Where it ran.** The short bed ran on a CPU and the long one on a GPU. Two runs of GSPO on the long bed (seeds 200 and 201) ended there with no room in memory, which other"
         " studies held; both arms of these seeds were then made on a CPU, from weights that were warmed up there, and the two runs of GRPO that had ended on the GPU"
         " were dropped unread. Both arms of a seed and bed always ran on the same machine.",
+        *_precision_of_600(results),
         *_length_to_600_afterwards(results),
     ]
+
+
+def _precision_of_600(results: Results) -> list[str]:
+    """What a run of the long bed, made again in float32, says of the verdict; nothing before it was."""
+    path = _STUDIES.parent / "repeats" / "length-trained.json"
+    repeated = json.loads(path.read_text())["runs"] if path.is_file() else []
+    ends = {run["name"]: 100 * (run["score"] or 0.0) for run in results["runs"]}
+    lines = []
+    for run in repeated:
+        bed, arm, seed = run["name"].split("-")
+        if run["disagreements"] and (bed, arm) == ("long", "grpo"):
+            again, other = 100 * run["again"][-1], ends[f"long-gspo-{seed}"]
+            lines.append(
+                "**The verdict may be one of precision, and not of length.** `policy.dtype` was not registered, so the GPU trained in bfloat16 and the CPU in float32: nearly all"
+                f" long answers in the one, all short ones in the other. GRPO on the long bed with {seed.removeprefix('seed')} as seed ended at {ends[run['name']]:.1f} % in bfloat16; made again in float32,"
+                f" from a warm-up in float32, at {again:.1f} %, where GSPO had ended at {other:.1f} % in bfloat16. studies/length-float32.toml, registered for that reason, has one precision."
+            )
+    return lines
 
 
 _LONG_ON_CPU = (200, 201)
@@ -908,6 +927,7 @@ def _length_to_600_afterwards(results: Results) -> list[str]:
     half = len(seeds) // 2
     early, late = lead[:half], lead[half:]
     clips = [100 * _mean_of(results, bed, "gspo", "clip_mean") for bed in results["beds"]]
+    moved = {arm: _by_seed(results, "long", arm, "ratio/token_log_std") for arm in arms}
     error = 100 * _error_of_problems(results) / math.sqrt(len(seeds))
     pilots = {run["name"]: run["evaluations"][-1]["sampled"] for run in json.loads(_LENGTH_PILOTS.read_text())["runs"]}
 
@@ -946,8 +966,9 @@ def _length_to_600_afterwards(results: Results) -> list[str]:
         f"That it is something else: long answers put {_tokens_per_update(results):.1f} times as many tokens into an update, and their warm-up ended at a lower loss per token. Unit and band differ at once,"
         f" though GSPO clips {clips[0]:.0f} % with short answers and {clips[1]:.0f} % with long. On that dense model at 2.4e-4 the narrow band alone gives {band}, the unit at that band {unit}.",
         f"That it is length: the rule was fixed when the pilots at 1e-4 pointed the other way (a lead of {pilot_lead('long', '0.0001', 100):+.1f} points with long answers, {pilot_lead('short', '0.0001', 100):+.1f} with short). To 300 tokens"
-        f" the growth is {_in_points(to_300['comparisons'][0]['differences'])}, which includes half of this one. GSPO does not move less: in the records of the runs, which are not stored,"
-        " its log-ratios of tokens spread more widely than GRPO's with long answers in every seed.",
+        f" the growth is {_in_points(to_300['comparisons'][0]['differences'])}, which includes half of this one. GSPO does not move less: with long"
+        f" answers the log-ratios of its tokens have an sd of {_average(moved['gspo']):.3f} within a step, those of GRPO {_average(moved['grpo']):.3f}, and its is the larger one in"
+        f" {sum(one > other for one, other in zip(moved['gspo'], moved['grpo'], strict=True))} of {len(seeds)} seeds.",
         "That it is not noise: nothing stored here measures a gradient. In studies/length.toml the variance that the token ratio adds changed by"
         f" {_with_interval(variance['comparisons'][0])} doublings from 40 to 600 tokens: it fell.",
     ]
@@ -1078,6 +1099,33 @@ def _length_afterwards(results: Results) -> list[str]:
 
 def _real_model(results: Results) -> list[str]:
     """S5. The registration of 18 November swept learning rates; of such results only what is registered is read."""
+    registered, comparisons = _real_model_registered(results), results["comparisons"]
+    if results["sweep"] or any(run.get("greedy") is None for run in results["runs"]):
+        return [*registered, *_against_the_real_model(results)]
+    needed = seeds_needed(comparisons[0]["margin"], comparisons[0]["spread"], len(comparisons))
+    return [*registered, *_real_model_afterwards(results, needed)]
+
+
+def _real_model_again(results: Results) -> list[str]:
+    """S5 with other seeds, or at another rate: what is registered, and what speaks against it, before the results."""
+    return [
+        f"From {100 * _average([run['start'] for run in results['runs']]):.1f} % the arms ended: {_shares(results)}.",
+        *_judged(results, "points", 100),
+        *_against_the_real_model(results),
+    ]
+
+
+def _against_the_real_model(results: Results) -> list[str]:
+    steps = sorted({run["steps"] for run in results["runs"] if "steps" in run})
+    return [
+        f"Experts that flipped in an update, by arm: {_shares(results, 'flip_mean')}.",
+        "The opposite case: an upcycled mixture has experts that are near copies, so a flip changes little;"
+        f" {len(results['seeds'])} seeds{''.join(f' and {count} steps' for count in steps)} find large differences only; and the weights are dequantised from 4 bits.",
+    ]
+
+
+def _real_model_registered(results: Results) -> list[str]:
+    """What the registration of S5 names, and what its rule could find."""
     starts = [run["start"] for run in results["runs"]]
     ends = "; ".join(
         f"at {axis} = {value:g} {_shares(results, point={axis: value})}"
@@ -1091,7 +1139,7 @@ def _real_model(results: Results) -> list[str]:
     margin, spread = comparisons[0]["margin"], comparisons[0]["spread"]
     small = power(margin, spread, seeds, len(comparisons))
     needed = seeds_needed(margin, spread, len(comparisons))
-    registered = [
+    return [
         f"From {100 * _average(starts):.1f} % the arms ended: {ends or _shares(results)}.",
         f"**One half of the rule against the claim can hardly be met.** It names arms that end within {100 * margin:.0f} points of each other, and with"
         f" {seeds} seeds the error of {problems} held-out problems alone gives an interval of {100 * reach:.0f} points to either side where half of them are solved.",
@@ -1100,15 +1148,6 @@ def _real_model(results: Results) -> list[str]:
         f" {100 * (_average([run['score'] or 0.0 for run in results['runs']]) - _average(starts)):.1f} points in the mean. For a difference as large as the margin of {100 * margin:.0f} points the power is {small:.0%} at the measured spread, and {needed} seeds"
         " would give 80 %. Undecided means that the study could hardly decide, not that the arms are alike.",
     ]
-    if results["sweep"] or any(run.get("greedy") is None for run in results["runs"]):
-        steps = sorted({run["steps"] for run in results["runs"] if "steps" in run})
-        return [
-            *registered,
-            f"Experts that flipped in an update, by arm: {_shares(results, 'flip_mean')}.",
-            "The opposite case: an upcycled mixture has experts that are near copies, so a flip changes little;"
-            f" {seeds} seeds{''.join(f' and {count} steps' for count in steps)} find large differences only; and the weights are dequantised from 4 bits.",
-        ]
-    return [*registered, *_real_model_afterwards(results, needed)]
 
 
 def _real_model_afterwards(results: Results, needed: int) -> list[str]:
@@ -1224,7 +1263,10 @@ READINGS: dict[str, Callable[[Results], list[str]]] = {
     "mismatch": _mismatch,
     "efficiency": _efficiency,
     "length-trained": _length_to_600,
+    "length-float32": _length_trained,
     "length-cpu": _length_on_cpu,
     "real-model": _real_model,
+    "real-model-2": _real_model_again,
+    "real-model-fast": _real_model_again,
     "exponent-2": _exponent_again,
 }

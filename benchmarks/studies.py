@@ -20,11 +20,10 @@ from legato.pages.study_figures import study_figures
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "studies" / "results"
-DROPPED = ("clip", "routing", "phases", "made")
+DROPPED = ("clip", "routing", "moved", "phases", "made")
 """Of a run: curves and times that no page shows; `made` is kept once for all runs of a slice."""
 KEPT = ("ratio/token_log_std", "ratio/sequence_std", "ratio/token_log_max", "router/mismatch_flip_mean")
-"""Of the router's measures of a mixture, which are dropped otherwise: how far the policy moved within a step, and the share
-of experts in which engine and trainer differ."""
+"""How far the policy moved within a step, and of a mixture the share of experts in which engine and trainer differ."""
 PAGES = {"mismatch": "mismatch-study"}
 """Pages that are not named as their study: docs/experiments/mismatch.md is that of `benchmarks.mismatch`."""
 
@@ -41,7 +40,7 @@ def store(folder: Path) -> Path:
         raise SystemExit(f"expected a complete study that is no pilot, got {folder}")
     results["runs"] = [
         {key: value for key, value in run.items() if key not in DROPPED}
-        | {key: run["routing"][key] for key in KEPT if key in (run.get("routing") or {})}
+        | {key: value for key, value in {**(run.get("routing") or {}), **run.get("moved", {})}.items() if key in KEPT}
         for run in results["runs"]
     ]
     path = RESULTS / f"{results['name']}.json"

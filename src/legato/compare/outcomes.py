@@ -85,7 +85,9 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
         "seconds": round_six(_total(steps, "time/step_seconds")),
         "phases": {phase: round_six(_total(steps, f"time/{phase}_seconds")) for phase in PHASES},
         "deviations": list(job.resolved.deviations),
+        "moved": {key: _mean(steps, key) for key in MOVED},
         "origin": {key: origin.get(key) for key in ("weights", "problems")},
+        "precision": origin.get("precision"),
         **({} if made is None else {"made": made}),
     }
 

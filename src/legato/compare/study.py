@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +94,12 @@ def run_study(
         )
         results = report()
         say_of_room(results["runs"], say)
+        if len(results["precision"]) > 1:
+            counted = ", ".join(f"{number} in {name}" for name, number in results["precision"].items())
+            say(
+                f"expected all runs in one precision, got {counted}: what differs between arms or beds may come from it."
+                ' policy.dtype = "auto" takes that of the machine; register one, "float32" say'
+            )
         if export is not None:
             whole = export_runs(export, study, planned, store)
             say(f"{export}: {count(len(whole), 'whole seed')}{''.join(f', {seed}' for seed in whole)}")
@@ -175,6 +182,7 @@ def describe(
     elif complete:
         analysis["verdict"] = "undecided"  # a pilot of one seed: there is nothing to compare
     machines = slices(runs, here or {})
+    precisions = dict(Counter(run["precision"] for run in runs if run.get("precision")))
     if not complete:
         runs = [{key: run[key] for key in ("name", "bed", "arm", "seed", "point", "status", "reason")} for run in runs]
     return {
@@ -202,6 +210,7 @@ def describe(
         "machine": {"parallel": machine.parallel, "threads": machine.threads, "gpus": list(machine.gpus)},
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "made": machines,
+        "precision": precisions,
         "complete": complete,
         "power": describe_power(study, len(seeds)) if len(seeds) > 1 else [],
         **analysis,

@@ -238,7 +238,15 @@ def _facts(results: Results) -> dict[str, str]:
         "Confirmed if": results["confirmed"],
         "Refuted if": results["refuted"],
         "Written": results["written"],
+        **_mixed_precision(results.get("precision") or {}),  # absent from older results
     }
+
+
+def _mixed_precision(precisions: Mapping[str, int]) -> dict[str, str]:
+    if len(precisions) < 2:
+        return {}
+    counted = ", ".join(f"{number} runs in {name}" for name, number in sorted(precisions.items()))
+    return {"Precision": f"{counted}; what differs between arms or beds may come from it"}
 
 
 def _registered(registration: Mapping[str, Any]) -> str:

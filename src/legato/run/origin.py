@@ -37,8 +37,10 @@ def prepare(
         for tensor in policy.model.state_dict().values():
             world.broadcast(tensor)
     base = wire.base_fingerprint(policy)
+    weights = wire.weights_fingerprint(policy, base)
+    precision = str(policy.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
     directory.append_metrics(
-        {"kind": "origin", "problems": wire.fingerprint(source), "weights": wire.weights_fingerprint(policy, base)}
+        {"kind": "origin", "problems": wire.fingerprint(source), "weights": weights, "precision": precision}
     )
     hashes: dict[str, Any] = {}
     reference = wire.reference_of(resolved, policy) if wire.wants_reference(resolved) else None
