@@ -871,7 +871,7 @@ def _length_trained(results: Results) -> list[str]:
         *_judged(results, "points", 100),
         "The opposite case: with the same learning rate and the same number of responses, long responses have more tokens in an update, so"
         " lengths differ in more than noise; equal accuracy at the start means a smaller error per token for long responses;"
-        f" {results['runs'][0]['steps']} steps show the beginning only; and counting is one task, whose tokens are nearly determined.",
+        f" {results['runs'][0]['evaluations'][-1]['step']} steps show the beginning only; and counting is one task, whose tokens are nearly determined.",
     ]
 
 
