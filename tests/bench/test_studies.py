@@ -684,3 +684,14 @@ def test_a_measured_number_made_again_agrees_to_the_bit_or_within_its_tolerance(
     assert repeat.disagreements(stored, near, exact=True) == ["value: 1.500004 in place of 1.5"]
     assert repeat.disagreements(stored, far, exact=False) == ["variance: 31.0 in place of 30.0"]
     assert repeat.disagreements(stored, {"name": "one"}, exact=False) != []
+
+
+def test_a_study_in_two_precisions_says_so_on_its_page_and_in_its_figure() -> None:
+    """The figure is quoted without its page, and length and precision are one in this study."""
+    results = STORED["length-trained"]
+    one = results | {"precision": {"float32": 48}}
+    assert "20 runs in bfloat16, 28 runs in float32" in studies.experiment_page(results)
+    assert "Precision" not in studies.experiment_page(one).partition("## Reading")[0]
+    (mixed,), (pure,) = (list(study_figures(each).values()) for each in (results, one))
+    assert "runs in bfloat16 and float32" in mixed.layout["xaxis"]["title"]["text"]
+    assert "float32" not in pure.layout["xaxis"]["title"]["text"]

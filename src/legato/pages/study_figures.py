@@ -376,7 +376,9 @@ def _curves(results: Results) -> dict[str, Figure | None]:
 
 def _with_note(shown: str, results: Results) -> str:
     """The title of an axis that says what the bars are: figures are quoted without their captions."""
-    return f"{shown} (means of {len(results['seeds'])} seeds, bars: 95 % interval of each)"
+    precisions = sorted(results.get("precision") or {})  # absent from older results
+    mixed = f"; runs in {' and '.join(precisions)}" if len(precisions) > 1 else ""
+    return f"{shown} (means of {len(results['seeds'])} seeds, bars: 95 % interval of each{mixed})"
 
 
 def _note(results: Results) -> str:
