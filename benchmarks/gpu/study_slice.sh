@@ -3,6 +3,7 @@
 #   sh benchmarks/gpu/study_slice.sh STUDY SEEDS MINUTES COMMIT [PARALLEL] [OPTION ...]
 # as in `sh benchmarks/gpu/study_slice.sh frontier 200-203 8 $(git rev-parse HEAD)`, whose commit the caller fills in. So many runs go at
 # once, 16 unless said. Further options are those of `legato study`, as --pilot.
+# A run of SmolLM2 as a mixture holds 20 GB of the GPU: six at once, and nothing beside them, or some find no room.
 # The seeds that ended come back as $OUT/STUDY-SEEDS.json.gz. No score is printed. docs/studies.md says how slices are joined.
 set -eu
 
