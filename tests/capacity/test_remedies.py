@@ -1,5 +1,6 @@
 """Remedies really fit when they are fed back, are accepted by the schema, and come in the order of their price."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -45,6 +46,15 @@ def test_the_schema_accepts_every_option(name: str, gpus: int) -> None:
         words = [word for word in remedy.options if word not in ("training.shard=layers", "training.shard=optimizer")]
         load([RECIPE], words)
         assert all(word.partition("=")[0].count(".") >= 1 for word in remedy.options)
+
+
+def test_the_words_for_servers_are_options_that_a_run_takes() -> None:
+    plan = plan_setup(setup("qwen3-8b"))
+    remedy = Remedy(
+        price="needs other machines for sampling", plan=plan, options=("training.epochs_per_step=1",), servers=True
+    )
+    rollouts = load([RECIPE], shlex.split(remedy.words())).config.rollouts
+    assert rollouts.engine == "vllm" and list(rollouts.servers.urls) == ["http://HOST:8000"]
 
 
 def test_8b_on_one_gpu_has_a_remedy_of_every_price() -> None:

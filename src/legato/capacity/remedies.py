@@ -39,7 +39,7 @@ class Remedy:
         if self.gpus is not None:
             parts.insert(0, f"--gpus {self.gpus}")
         if self.servers:
-            parts.append("with rollouts on servers")
+            parts.append("rollouts.engine=vllm 'rollouts.servers.urls=[\"http://HOST:8000\"]'")
         return " ".join(parts)
 
 
