@@ -339,6 +339,7 @@ GONE = "expected room for 154.00 MiB more on the GPU, got out of memory: this pr
         (1, "a fault of ours, OutOfMemoryError: CUDA out of memory. Tried to allocate 154.00 MiB", False),
         (2, "no room for a checkpoint in runs/one/checkpoints: 13839 MB are free", False),
         (1, "a fault of ours, RuntimeError: a tensor is out of its mind", True),
+        (2, "expected a loss, got nan; the state after step 3 is not saved: no room for a checkpoint in runs/one", True),
         (-9, "it was killed", True),
     ],
 )
@@ -352,6 +353,8 @@ def test_a_run_without_room_leaves_the_study_unfinished_and_other_failures_count
     store.note_failure(planned[0], code, reason)
     runs = [outcome(job, store) for job in planned]
     assert runs[0]["status"] == ("failed" if counts else "no room")
+    shutil.rmtree(store.run_path(planned[0]))
+    assert outcome(planned[0], store)["score"] == (0.0 if counts else None)  # it measured nothing
     results = describe(study, runs, Machine(), pilot=False, seeds=tuple(SEEDS), registered=None)
     assert results["complete"] == counts and ("Runs without room" in markdown(results)) == (not counts)
     whole = export_runs(tmp_path / "slice.json.gz", study, planned, store)
@@ -380,6 +383,14 @@ def test_slices_of_before_that_hold_a_run_without_room_are_not_complete_either(t
         statuses = [run["status"] for run in taken.results["runs"]]
         assert not taken.results["complete"] and sum(status in ("no room", "waiting") for status in statuses) == absent
         assert any("do not count" in line for line in lines) == (not retry)
+    # The same command again, as it is told to: the seed was taken over by the first one.
+    again = run_study(
+        study, folder=tmp_path / "taken-False", finished=[parts], seconds=0, retry_failed=True, say=lines.append
+    )
+    statuses = {run["name"]: run["status"] for run in again.results["runs"]}
+    assert [name for name, status in statuses.items() if status == "waiting"] == [
+        job.name for job in planned if job.seed == content["runs"][0]["seed"]
+    ]
 
 
 def test_the_page_lists_the_runs_that_failed_apart_from_those_that_collapsed(tmp_path: Path) -> None:

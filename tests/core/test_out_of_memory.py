@@ -7,6 +7,7 @@ import torch
 
 from legato.core import out_of_memory
 from legato.core.out_of_memory import explain_out_of_memory, is_out_of_memory
+from legato.errors import InputError
 
 GIB = 2**30
 TORCHS = (
@@ -25,6 +26,41 @@ def test_an_error_that_hides_another_is_recognised() -> None:
     except RuntimeError as outer:
         assert is_out_of_memory(outer)
     assert is_out_of_memory(inner) and not is_out_of_memory(RuntimeError("CUDA error")) and not is_out_of_memory(None)
+
+
+def test_an_error_of_another_kind_while_memory_had_run_out_is_none() -> None:
+    """A save that fails after it, say, or a fault of ours in what handles it: both have words of their own."""
+    for outer in (InputError("no room for a checkpoint"), KeyError("a fault")):
+        try:
+            try:
+                raise torch.OutOfMemoryError(TORCHS)
+            except RuntimeError:
+                raise outer  # noqa: B904 - its context is the error above
+        except Exception as error:
+            assert error.__context__ is not None and not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "CUDA driver error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_memory_outside_of_the_allocator_is_recognised(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """A GPU that others fill has no room for a context either, and torch has no class of its own for that."""
+    monkeypatch.setattr(out_of_memory, "_held", lambda: None)
+    error = torch.AcceleratorError(text) if text.startswith("CUDA error: out") else RuntimeError(text)
+    assert is_out_of_memory(error) and not is_out_of_memory(KeyError(text))
+    assert explain_out_of_memory(error).startswith("expected more room on the GPU, got out of memory; ")
+
+
+def test_a_hidden_error_keeps_its_words() -> None:
+    outer = RuntimeError("the capture was invalidated")
+    outer.__context__ = torch.OutOfMemoryError("out of memory with one sequence at a time")
+    assert explain_out_of_memory(outer) == "out of memory with one sequence at a time"
 
 
 @pytest.mark.parametrize(("others", "named"), [(120, True), (2, False)])

@@ -9,7 +9,7 @@ import torch
 from legato.compare.jobs import differences, jobs
 from legato.diagnostics.statistics.clipping import predicted_clip_fraction
 from legato.lab import equivalence, failure, variance
-from legato.lab.clipping import ArmResult, account
+from legato.lab.clipping import ArmResult, _arm_result, account
 from legato.lab.equivalence import Pair, identity_errors
 from legato.lab.recorder import DEFAULT, make_recorder, split_target, target_of
 from legato.lab.sweep import EPSILONS, arms, course, define_comparison, inspect_run, prepare_start, read_epsilons
@@ -171,3 +171,13 @@ def test_a_sweep_runs_and_resumes(small: list[str], tmp_path: Path) -> None:
     messages.clear()
     clipping(small, **options, say=messages.append)
     assert any("5 finished before" in each for each in messages)
+
+
+def test_a_run_without_room_is_no_part_of_its_arm(tmp_path: Path) -> None:
+    arm = arms([1e-3])[0]
+    runs = [
+        {"arm": arm.name, "seed": seed, "name": f"run-{seed}", "status": status, "score": score, "start": 0.3}
+        for seed, status, score in ((0, "failed", 0.4), (1, "no room", 0.1))
+    ]
+    result = _arm_result(arm, {"runs": runs}, tmp_path, [0, 1], print)
+    assert (result.accuracy, result.start, result.collapsed) == (0.4, 0.3, 1)

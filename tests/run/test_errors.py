@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from legato.errors import InputError
 from legato.records.directory import RunDirectory
@@ -115,6 +116,18 @@ def test_a_save_that_fails_too_hides_no_error(tmp_path: Path, monkeypatch: pytes
     assert notes_of(raised).startswith(
         "the state after step 1 is not saved: the checkpoint could not be written; there is no"
     )
+
+
+def test_a_save_that_fails_after_memory_ran_out_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at_call(monkeypatch, Collector, "next", 2, torch.OutOfMemoryError("CUDA out of memory"))
+
+    def refuse(*_: Any) -> None:
+        raise InputError("no room for a checkpoint")
+
+    monkeypatch.setattr("legato.training.checkpoint.write", refuse)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        run_small(tmp_path, OPTIONS)
+    assert notes_of(raised).startswith("the state after step 1 is not saved: no room for a checkpoint; there is no")
 
 
 def test_a_run_given_in_python_is_resumed_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

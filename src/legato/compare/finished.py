@@ -74,6 +74,8 @@ def import_runs(paths: Iterable[Path], study: Study, planned: Sequence[Job], sto
 
     InputError if a slice belongs to another registration, or was run with another value of an option.
     """
+    if retry_failed:
+        _drop_seeds_that_failed(planned, store)
     by_name = {job.name: job for job in planned}
     sources: dict[int, Path] = {}
     for path in _files(paths):
@@ -98,6 +100,15 @@ def import_runs(paths: Iterable[Path], study: Study, planned: Sequence[Job], sto
                 continue  # it ran, or runs, here
             kept = {key: value for key, value in run.items() if key != "options"}
             store.store_imported(job, {"made": content["made"], **kept})
+
+
+def _drop_seeds_that_failed(planned: Sequence[Job], store: Store) -> None:
+    """Forget the imported runs of seeds with a failed run, which an earlier start took over: they run here instead."""
+    imported = [(job, run) for job in planned if (run := store.imported(job)) is not None]
+    failed = {job.seed for job, run in imported if run["status"] in ("failed", NO_ROOM)}
+    for job, _ in imported:
+        if job.seed in failed:
+            store.drop_imported(job)
 
 
 def slices(runs: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> list[dict[str, Any]]:

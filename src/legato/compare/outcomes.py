@@ -26,6 +26,9 @@ _WANT_OF_ROOM = re.compile(
     r"OutOfMemoryError|got out of memory|out of memory with one sequence|no room for|the disk is full"
 )
 
+_NOTE_OF_SAVE = re.compile(r"; the state after step \d+ is ")
+"""How what became of the last step begins, behind the error that ended a run."""
+
 CLIP = "clip/tokens"
 """The one clip fraction that means the same for token and for sequence ratios: tokens left without a gradient."""
 
@@ -61,7 +64,7 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
         "status": status,
         "collapsed": collapsed,
         "reason": ending if failure is None else f"exit code {failure['code']}: {failure['reason']}",
-        "score": course[-1][0] if course else 0.0 if state in ("failed", "unhealthy") else None,
+        "score": course[-1][0] if course else 0.0 if status in ("failed", "unhealthy") else None,
         "greedy": None if not measured or measured[-1][2] is None else measured[-1][2].value,
         "start": course[0][0] if course else None,
         "best": max(course)[0] if course else None,
@@ -93,8 +96,8 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
 
 
 def _failed(reason: str) -> str:
-    """The status of a run that failed for that reason."""
-    return NO_ROOM if _WANT_OF_ROOM.search(reason) else "failed"
+    """The status of a run that failed for that reason. A save that found no room after another error is not the reason."""
+    return NO_ROOM if _WANT_OF_ROOM.search(_NOTE_OF_SAVE.split(reason)[0]) else "failed"
 
 
 def say_of_room(runs: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> None:

@@ -153,6 +153,9 @@ class Store:
         self.imported_path(job).parent.mkdir(exist_ok=True)
         self.imported_path(job).write_text(json.dumps(run, allow_nan=False) + "\n", encoding="utf-8")
 
+    def drop_imported(self, job: Job) -> None:
+        self.imported_path(job).unlink(missing_ok=True)
+
     def remove_checkpoints(self, job: Job) -> None:
         """Remove the checkpoints of a run that has ended; its records stay."""
         shutil.rmtree(self.run_path(job) / "checkpoints", ignore_errors=True)

@@ -5,21 +5,38 @@ import re
 import torch
 
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
+_OUTSIDE_ALLOCATOR = re.compile(
+    r"CUDA (driver )?error: out of memory|Error \[CUDA\]: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+)
+"""Out of memory where torch's allocator has no part: a context, a library or a kernel that is loaded on a full GPU."""
 _NOTABLE_SHARE = 0.05
 """Of the memory of a GPU: what other processes hold beyond this share is worth ending them."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out. An error inside a graph capture is hidden by a second one, so causes are searched too."""
+    """Whether the memory of a GPU ran out."""
+    return _cause_in_memory(error) is not None
+
+
+def _cause_in_memory(error: BaseException | None) -> BaseException | None:
+    """The error over memory that an error is or reports; None if it is of another kind.
+
+    An error inside a graph capture is hidden by a second one of torch, a RuntimeError. An error of any other kind that was
+    raised while memory had run out, by a save for instance, is told as what it is.
+    """
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+            return error
+        if isinstance(error, RuntimeError) and _OUTSIDE_ALLOCATOR.search(str(error)):
+            return error
+        hidden = error.__context__ if isinstance(error, RuntimeError) and not error.__suppress_context__ else None
+        error = error.__cause__ or hidden
+    return None
 
 
 def explain_out_of_memory(error: BaseException) -> str:
     """What ran out, who holds it, and what to do. Words that are ours already stay."""
+    error = _cause_in_memory(error) or error
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) and "CUDA out of memory" not in text:
         return text

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from legato.compare.outcomes import NO_ROOM
 from legato.diagnostics.statistics.clipping import predicted_clip_fraction
 from legato.diagnostics.words import count
 from legato.lab.recorder import Say, target_of
@@ -65,7 +66,8 @@ def clipping(
 
 
 def _arm_result(arm: Arm, results: Mapping[str, Any], folder: Path, seeds: Sequence[int], say: Say) -> ArmResult:
-    runs = [run for run in results["runs"] if run["arm"] == arm.name]
+    # A run for which there was no room says nothing of its arm.
+    runs = [run for run in results["runs"] if run["arm"] == arm.name and run["status"] != NO_ROOM]
     paths = {run["seed"]: folder / "sweep" / "runs" / run["name"] for run in runs if run["status"] in ("done", "collapsed")}
     scores = [run["score"] for run in runs if run["score"] is not None]
     starts = [run["start"] for run in runs if run["start"] is not None]
