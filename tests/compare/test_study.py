@@ -364,33 +364,35 @@ def test_a_run_without_room_leaves_the_study_unfinished_and_other_failures_count
     assert lines == [] if counts else planned[0].name in lines[0] and "--retry-failed" in lines[0]
 
 
-def test_slices_of_before_that_hold_a_run_without_room_are_not_complete_either(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("reason", "room"), [("OutOfMemoryError: CUDA out of memory", False), ("RuntimeError: lost", True)])
+def test_a_seed_of_a_slice_whose_run_failed_runs_again(tmp_path: Path, reason: str, room: bool) -> None:
+    """For want of room in any case; after another failure with --retry-failed, also where it was taken over before."""
     study, _ = measure(tmp_path, SURVIVED)
     store, planned = Store(tmp_path / "comparison"), jobs(study.definition, tmp_path / "comparison")
-    parts = tmp_path / "parts"
-    export_runs(parts / "all.json.gz", study, planned, store)
-    content = json.loads(gzip.decompress((parts / "all.json.gz").read_bytes()))
-    content["runs"][0] |= {
-        "status": "failed",
-        "reason": "exit code 1: a fault of ours, OutOfMemoryError: CUDA out of memory",
-    }
-    (parts / "all.json.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
-    for retry, absent in ((False, 1), (True, len(planned) // len(SEEDS))):
-        lines: list[str] = []
-        taken = run_study(
-            study, folder=tmp_path / f"taken-{retry}", finished=[parts], seconds=0, retry_failed=retry, say=lines.append
-        )
-        statuses = [run["status"] for run in taken.results["runs"]]
-        assert not taken.results["complete"] and sum(status in ("no room", "waiting") for status in statuses) == absent
-        assert any("do not count" in line for line in lines) == (not retry)
-    # The same command again, as it is told to: the seed was taken over by the first one.
-    again = run_study(
-        study, folder=tmp_path / "taken-False", finished=[parts], seconds=0, retry_failed=True, say=lines.append
-    )
-    statuses = {run["name"]: run["status"] for run in again.results["runs"]}
-    assert [name for name, status in statuses.items() if status == "waiting"] == [
-        job.name for job in planned if job.seed == content["runs"][0]["seed"]
-    ]
+    parts, whole = tmp_path / "parts", tmp_path / "whole.json.gz"
+    export_runs(whole, study, planned, store)
+    content = json.loads(gzip.decompress(whole.read_bytes()))
+    seed = content["runs"][0]["seed"]
+    kept = {**content, "runs": [dict(run) for run in content["runs"] if run["seed"] == seed]}
+    content["runs"][0] |= {"status": "failed", "reason": f"exit code 1: a fault of ours, {reason}"}
+    parts.mkdir()
+    (parts / "first.json.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
+
+    def take(retry: bool) -> dict[str, Any]:
+        folder = tmp_path / "taken"
+        return run_study(study, folder=folder, finished=[parts], seconds=0, retry_failed=retry, say=lambda _: None).results
+
+    def waiting(results: dict[str, Any]) -> list[str]:
+        return [run["name"] for run in results["runs"] if run["status"] == "waiting"]
+
+    failed = [job.name for job in planned if job.seed == seed]
+    first = take(retry=False)
+    assert first["complete"] == room and waiting(first) == ([] if room else failed)
+    assert waiting(take(retry=True)) == failed
+    # The seed run again lies beside the slice in which it failed.
+    (parts / "second.json.gz").write_bytes(gzip.compress(json.dumps(kept).encode()))
+    again = take(retry=room)
+    assert again["complete"] and not any(run["status"] == "failed" for run in again["runs"])
 
 
 def test_the_page_lists_the_runs_that_failed_apart_from_those_that_collapsed(tmp_path: Path) -> None:

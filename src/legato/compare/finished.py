@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from legato.compare.jobs import Job
-from legato.compare.outcomes import COUNTED, NO_ROOM, outcome
+from legato.compare.outcomes import COUNTED, NO_ROOM, outcome, status_of_failure
 from legato.compare.registration import Study
 from legato.compare.store import Store
 from legato.errors import InputError
@@ -70,7 +70,8 @@ def export_runs(path: Path, study: Study, planned: Sequence[Job], store: Store) 
 
 
 def import_runs(paths: Iterable[Path], study: Study, planned: Sequence[Job], store: Store, *, retry_failed: bool) -> None:
-    """Take finished runs over into the folder of the study. With `retry_failed`, seeds with a failed run are left out.
+    """Take finished runs over into the folder of the study. With `retry_failed`, seeds with a failed run are left out; seeds
+    with a run without room are left out in any case, and run again.
 
     InputError if a slice belongs to another registration, or was run with another value of an option.
     """
@@ -85,7 +86,11 @@ def import_runs(paths: Iterable[Path], study: Study, planned: Sequence[Job], sto
                 f"expected runs of {study.file} as it is (sha256 {study.sha256[:12]}), got runs of {content['study']} with"
                 f" {content['sha256'][:12]} ({path}); a study that was registered anew begins anew"
             )
-        failed = {run["seed"] for run in content["runs"] if run["status"] in ("failed", NO_ROOM)} if retry_failed else set()
+        failed = {
+            run["seed"]
+            for run in content["runs"]
+            if run["status"] == "failed" and (retry_failed or status_of_failure(run["reason"]) == NO_ROOM)
+        }
         for run in content["runs"]:
             if run["seed"] in failed or run["name"] not in by_name:
                 continue  # a pilot takes no run of the study, and the other way round

@@ -42,7 +42,7 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
     """Return the outcome of a run. One that failed or that the health watch ended counts with its last accuracy, or 0."""
     imported = store.imported(job)
     if imported is not None:
-        return {**imported, "status": _failed(imported["reason"])} if imported["status"] == "failed" else imported
+        return {**imported, "status": status_of_failure(imported["reason"])} if imported["status"] == "failed" else imported
     state, failure, records = store.state(job), store.failure(job), store.records(job)
     measured = [(each.step, each.sampled, each.greedy) for each in evaluations(records) if each.sampled is not None]
     course = [(sampled.value, sampled.low, sampled.high) for _, sampled, _ in measured]
@@ -52,7 +52,7 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
     ending = next((str(record.get("reason")) for record in reversed(records) if record.get("kind") == "end"), None)
     whole = "collapsed" if collapsed else "done"
     statuses = {"failed": "failed", "unhealthy": "unhealthy", "done": whole, "absent": "waiting"}
-    status = statuses.get(state, "stopped") if failure is None else _failed(failure["reason"])
+    status = statuses.get(state, "stopped") if failure is None else status_of_failure(failure["reason"])
     training = job.resolved.config.training
     made = store.made(job)
     return {
@@ -95,7 +95,7 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
     }
 
 
-def _failed(reason: str) -> str:
+def status_of_failure(reason: str) -> str:
     """The status of a run that failed for that reason. A save that found no room after another error is not the reason."""
     return NO_ROOM if _WANT_OF_ROOM.search(_NOTE_OF_SAVE.split(reason)[0]) else "failed"
 
