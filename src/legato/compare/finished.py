@@ -110,7 +110,7 @@ def import_runs(paths: Iterable[Path], study: Study, planned: Sequence[Job], sto
 def _drop_seeds_that_failed(planned: Sequence[Job], store: Store) -> None:
     """Forget the imported runs of seeds with a failed run, which an earlier start took over: they run here instead."""
     imported = [(job, run) for job in planned if (run := store.imported(job)) is not None]
-    failed = {job.seed for job, run in imported if run["status"] in ("failed", NO_ROOM)}
+    failed = {job.seed for job, run in imported if run["status"] == "failed"}
     for job, _ in imported:
         if job.seed in failed:
             store.drop_imported(job)

@@ -51,7 +51,7 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
     collapsed = collapse(course) if state in ("done", "unhealthy", "failed") else None
     ending = next((str(record.get("reason")) for record in reversed(records) if record.get("kind") == "end"), None)
     whole = "collapsed" if collapsed else "done"
-    statuses = {"failed": "failed", "unhealthy": "unhealthy", "done": whole, "absent": "waiting"}
+    statuses = {"unhealthy": "unhealthy", "done": whole, "absent": "waiting"}
     status = statuses.get(state, "stopped") if failure is None else status_of_failure(failure["reason"])
     training = job.resolved.config.training
     made = store.made(job)

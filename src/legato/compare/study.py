@@ -19,7 +19,7 @@ from legato.diagnostics.collapse import DEFINITION
 from legato.diagnostics.statistics.paired import power
 from legato.diagnostics.words import count
 from legato.errors import InputError
-from legato.pages.study import write_study_page
+from legato.pages.study import mixed_precision, write_study_page
 
 FORMAT = 1
 
@@ -94,10 +94,9 @@ def run_study(
         )
         results = report()
         say_of_room(results["runs"], say)
-        if len(results["precision"]) > 1:
-            counted = ", ".join(f"{number} in {name}" for name, number in results["precision"].items())
+        if mixed := mixed_precision(results):
             say(
-                f"expected all runs in one precision, got {counted}: what differs between arms or beds may come from it."
+                f"expected all runs in one precision, got {mixed}."
                 ' policy.dtype = "auto" takes that of the machine; register one, "float32" say'
             )
         if export is not None:

@@ -238,15 +238,17 @@ def _facts(results: Results) -> dict[str, str]:
         "Confirmed if": results["confirmed"],
         "Refuted if": results["refuted"],
         "Written": results["written"],
-        **_mixed_precision(results.get("precision") or {}),  # absent from older results
+        **({"Precision": mixed} if (mixed := mixed_precision(results)) else {}),
     }
 
 
-def _mixed_precision(precisions: Mapping[str, int]) -> dict[str, str]:
+def mixed_precision(results: Results) -> str:
+    """How many runs were made in which precision, and what that means; empty where they share one."""
+    precisions = results.get("precision") or {}  # absent from older results
     if len(precisions) < 2:
-        return {}
+        return ""
     counted = ", ".join(f"{number} runs in {name}" for name, number in sorted(precisions.items()))
-    return {"Precision": f"{counted}; what differs between arms or beds may come from it"}
+    return f"{counted}; what differs between arms or beds may come from it"
 
 
 def _registered(registration: Mapping[str, Any]) -> str:
