@@ -20,7 +20,7 @@ def stored_by(name: str) -> str:
     entry = json.loads(FILE.read_text()).get(name)
     if entry is None:
         return f"The runs are stored in `{path}`; its commit is not recorded yet."
-    return f"The runs were stored on {entry['date']} by commit {entry['commit']} (`{path}`)."
+    return f"The runs were last stored on {entry['date']} by commit {entry['commit']} (`{path}`)."
 
 
 def stored_names() -> list[str]:
